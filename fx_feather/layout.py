@@ -1,0 +1,246 @@
+"""A layout: a small table from dim names to mesh axes, the only place where a parallelism is chosen."""
+
+import dataclasses
+import fnmatch
+from collections.abc import Iterable, Mapping
+
+import torch
+
+from .errors import LayoutError, ShapeError, message, nearest, raise_all
+from .mesh import Axes, Mesh, as_axes
+from .spec import Dims, Type, local_size
+
+Table = Mapping[str, Axes]
+
+#: Dim names that models of this package use. A layout may name these even if a model lacks them.
+DIM_NAMES = (
+    "batch",
+    "seq",
+    "residual_seq",
+    "embed",
+    "heads",
+    "kv_heads",
+    "head_dim",
+    "mlp",
+    "vocab",
+    "expert",
+    "expert_mlp",
+    "layers",
+)
+
+#: Dims whose values may be split into parts with padding; all others must divide.
+PADDED_DIMS = frozenset({"vocab"})
+
+
+def _table(table: Table, where: str) -> dict[str, tuple[str, ...]]:
+    out = {dim: as_axes(axes) for dim, axes in table.items()}
+    raise_all(
+        LayoutError,
+        [
+            message(
+                call=f"Layout({where}=...)",
+                got=f"{dim} -> {axes}",
+                number=f"axis {a!r} is used {axes.count(a)} times for dim {dim!r}",
+                rule="a mesh axis splits a dim once: its ranks hold one part each",
+                fix=f"{dim!r}: {tuple(dict.fromkeys(axes))!r}",
+            )
+            for dim, axes in out.items()
+            for a in dict.fromkeys(axes)
+            if axes.count(a) > 1
+        ],
+    )
+    return out
+
+
+def _join(left: Table, right: Table, where: str) -> dict[str, tuple[str, ...]]:
+    dims = list(dict.fromkeys([*left, *right]))
+    return _table({d: as_axes(left.get(d)) + as_axes(right.get(d)) for d in dims}, where)
+
+
+@dataclasses.dataclass(frozen=True)
+class Store:
+    """How parameters, their accumulated gradients and the optimizer's state rest between uses.
+
+    Each is a table from dim name to mesh axes, which split the dim further than `compute` does.
+
+    >>> Store(opt={"embed": "dp"})
+    Store(params={}, grads={}, opt={'embed': ('dp',)})
+    """
+
+    params: Table = dataclasses.field(default_factory=dict)
+    grads: Table = dataclasses.field(default_factory=dict)
+    opt: Table = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for field in ("params", "grads", "opt"):
+            object.__setattr__(self, field, _table(getattr(self, field), f"store.{field}"))
+
+    def __or__(self, other: "Store") -> "Store":
+        return Store(*(_join(getattr(self, f), getattr(other, f), f"store.{f}") for f in ("params", "grads", "opt")))
+
+
+@dataclasses.dataclass(frozen=True)
+class Precision:
+    """dtypes of one step: of values while computing (and gathering), and of gradients while reduced.
+
+    `None` keeps the parameters' own dtype.
+    """
+
+    compute: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class ParamTypes:
+    """The types of one parameter: in use, at rest, its accumulated gradient, its optimizer state."""
+
+    compute: Type
+    store: Type
+    grads: Type
+    opt: Type
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """A table from dim names to mesh axes: `compute` for values in use, `store` for what rests between uses.
+
+    Rows are in order of priority: an axis splits at most one dim of a tensor, and earlier rows win. Layouts compose by
+    `|`: the axes of a dim that both name are joined, the left ones major.
+
+    Args:
+        compute: dim name to axes that split values (activations and parameters) while used.
+        store: further splits of parameters, gradients and optimizer state at rest.
+        overrides: for parameters whose path matches the pattern (fnmatch, such as `*['router']*`), the layout that
+            holds instead of this one.
+        precision: dtypes of compute and of gradient reduction.
+
+    Raises:
+        LayoutError: an axis used twice for one dim.
+
+    >>> Layout(compute={"batch": "replica"}) | Layout(compute={"batch": "shard"}, store=Store(opt={"embed": "shard"}))
+    Layout(compute={'batch': ('replica', 'shard')}, store=Store(params={}, grads={}, opt={'embed': ('shard',)}))
+    """
+
+    compute: Table = dataclasses.field(default_factory=dict)
+    store: Store = dataclasses.field(default_factory=Store)
+    overrides: Mapping[str, "Layout"] = dataclasses.field(default_factory=dict)
+    precision: Precision = dataclasses.field(default_factory=Precision)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "compute", _table(self.compute, "compute"))
+
+    def __or__(self, other: "Layout") -> "Layout":
+        mine, theirs = self.precision, other.precision
+        overrides = dict(self.overrides)
+        for pattern, layout in other.overrides.items():
+            overrides[pattern] = overrides[pattern] | layout if pattern in overrides else layout
+        return Layout(
+            compute=_join(self.compute, other.compute, "compute"),
+            store=self.store | other.store,
+            overrides=overrides,
+            precision=Precision(theirs.compute or mine.compute, theirs.reduce or mine.reduce),
+        )
+
+    def __repr__(self) -> str:
+        parts = [f"compute={dict(self.compute)}", f"store={self.store}"]
+        if self.overrides:
+            parts.append(f"overrides={dict(self.overrides)}")
+        if self.precision != Precision():
+            parts.append(f"precision={self.precision}")
+        return f"Layout({', '.join(parts)})"
+
+    def tables(self) -> list[Table]:
+        """All tables, those of overrides too."""
+        own: list[Table] = [self.compute, self.store.params, self.store.grads, self.store.opt]
+        return own + [t for layout in self.overrides.values() for t in layout.tables()]
+
+    def check(self, mesh: Mesh, names: Iterable[str]) -> None:
+        """Raises LayoutError for axes that the mesh lacks and dims that neither the model nor this package has."""
+        known, problems = sorted({*names, *DIM_NAMES} - {"_"}), []
+        seen = set()
+        for table in self.tables():
+            for dim, axes in table.items():
+                if dim not in known and (dim, None) not in seen:
+                    seen.add((dim, None))
+                    problems.append(
+                        message(
+                            call=f"layout row {dim!r} -> {as_axes(axes)}",
+                            got=f"dim name {dim!r}",
+                            number=f"no parameter, batch leaf or constrain of the model has a dim {dim!r}",
+                            rule="a layout splits dims that the model names",
+                            fix=nearest(dim, known),
+                        )
+                    )
+                for a in as_axes(axes):
+                    if a not in mesh and (dim, a) not in seen:
+                        seen.add((dim, a))
+                        problems.append(
+                            message(
+                                call=f"layout row {dim!r} -> {as_axes(axes)}",
+                                got=f"axis {a!r} on {mesh!r}",
+                                number=f"{a!r} is not one of the axes {list(mesh.axes)}",
+                                rule="a layout names axes of the mesh it is used on",
+                                fix=f"Mesh(..., {a}=2), or {nearest(a, mesh.axes)}",
+                            )
+                        )
+        raise_all(LayoutError, problems)
+
+    def value_dims(self, names: Iterable[str]) -> Dims:
+        """For a value with these dim names, the axes that split each dim while it is used."""
+        names = tuple(names)
+        return _assign(((),) * len(names), names, self.compute)
+
+    def param_types(
+        self, dims: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype, path: str = ""
+    ) -> ParamTypes:
+        """The types of a parameter in use, at rest, of its gradient and of its optimizer state."""
+        for pattern, layout in self.overrides.items():
+            # fnmatch reads [...] as a set of characters; a path has brackets of its own.
+            if fnmatch.fnmatchcase(path, pattern.replace("[", "[[]")):
+                return layout.param_types(dims, shape, dtype, path)
+        compute = self.value_dims(dims)
+
+        def at(table: Table, inner: Dims = compute) -> Type:
+            return Type(dtype, shape, _assign(inner, dims, table), names=dims)
+
+        return ParamTypes(at({}), at(self.store.params), at(self.store.grads), at(self.store.opt))
+
+
+def _assign(start: Dims, names: tuple[str, ...], table: Table) -> Dims:
+    out, used = list(start), {a for d in start for a in d}
+    for dim, axes in table.items():
+        if dim in names:
+            free = tuple(a for a in as_axes(axes) if a not in used)
+            out[names.index(dim)] += free
+            used.update(free)
+    return tuple(out)
+
+
+def undivided(t: Type, mesh: Mesh, what: str) -> list[str]:
+    """Messages for the dims of a value in use that the mesh splits unevenly, other than those that may be padded."""
+    names = t.names or ("?",) * len(t.shape)
+    out = []
+    for i, (n, axes, name) in enumerate(zip(t.shape, t.dims, names, strict=True)):
+        k = mesh.count(axes)
+        if n % k == 0 or (name in PADDED_DIMS and local_size(n, axes, mesh) > 0):
+            continue
+        below, above = n // k * k, -(-n // k) * k
+        sizes = f"{above}" if below == 0 else f"{below} or {above}"
+        over = f"axis {axes[0]!r} has" if len(axes) == 1 else f"axes {list(axes)} have"
+        out.append(
+            message(
+                call=f"split of {what}, dims {' '.join(names)!r}",
+                got=f"{t} on {mesh!r}",
+                number=f"dim {i} ({name}) has size {n}, {over} size {k}",
+                rule="the ranks of an axis hold equal parts of a value in use (only "
+                + ", ".join(sorted(PADDED_DIMS))
+                + " is padded)",
+                fix=f"{name} of size {sizes}, or an axis whose size divides {n}, or a layout without the row {name!r}",
+            )
+        )
+    return out
+
+
+def check_divides(types: Iterable[tuple[str, Type]], mesh: Mesh) -> None:
+    """Raises ShapeError for every value in `types` that the mesh splits unevenly."""
+    raise_all(ShapeError, [m for what, t in types for m in undivided(t, mesh, what)])
