@@ -1,0 +1,341 @@
+"""The Llama family: a decoder of pre-normed blocks with grouped-query attention and SwiGLU.
+
+With `qk_norm` it is Qwen3's dense decoder. It is written for one device; how it is split is a layout's matter.
+"""
+
+import dataclasses
+import functools as ft
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fx_feather.errors import ShapeError, message, raise_all
+from fx_feather.nn import attention, embed, mlp, norm, rope
+from fx_feather.nn.loss import cross_entropy
+from fx_feather.trace import block, constrain
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class LlamaConfig:
+    """Sizes and constants of a Llama-style decoder.
+
+    Args:
+        vocab: number of tokens.
+        layers: number of blocks.
+        embed: size of the residual stream.
+        heads: number of query heads.
+        kv_heads: number of key and value heads, a divisor of `heads`.
+        mlp: size of the feed-forward block's hidden layer.
+        head_dim: size of one head, even; without it `embed / heads`.
+        rope_theta: base of the rotary wavelengths.
+        norm_eps: added to the mean square in every norm.
+        qk_norm: normalise queries and keys.
+        tied: the head is the embedding's table.
+        dtype: dtype of the parameters.
+        init_std: standard deviation of the weights at the start.
+
+    Raises:
+        ShapeError: sizes that make no model, all of them at once.
+
+    >>> LlamaConfig(vocab=256, layers=2, embed=64, heads=4, kv_heads=2, mlp=128).head_size
+    16
+    """
+
+    vocab: int
+    layers: int
+    embed: int
+    heads: int
+    kv_heads: int
+    mlp: int
+    head_dim: int | None = None
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-5
+    qk_norm: bool = False
+    tied: bool = False
+    dtype: torch.dtype = torch.float32
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        raise_all(ShapeError, _problems(self))
+
+    @property
+    def head_size(self) -> int:
+        """Size of one head."""
+        return self.embed // self.heads if self.head_dim is None else self.head_dim
+
+
+def _problems(cfg: LlamaConfig) -> list[str]:
+    """One message for each setting, or pair of settings, that makes no model."""
+    found = []
+
+    def offend(setting: str, number: str, rule: str, fix: str) -> None:
+        got = ", ".join(f"{name}={getattr(cfg, name)!r}" for name in setting.split())
+        found.append(
+            message(call=f"LlamaConfig({', '.join(setting.split())})", got=got, number=number, rule=rule, fix=fix)
+        )
+
+    wrong = set()
+    for name in ("vocab", "layers", "embed", "heads", "kv_heads", "mlp", "head_dim"):
+        value = getattr(cfg, name)
+        if name == "head_dim" and value is None:
+            continue
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            wrong.add(name)
+            offend(name, f"{name} is {value!r}", "every size is a positive integer", f"{name}=1 or more")
+    for name in ("rope_theta", "norm_eps", "init_std"):
+        value = getattr(cfg, name)
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not number or not 0 < value < math.inf:
+            default = next(f.default for f in dataclasses.fields(cfg) if f.name == name)
+            offend(name, f"{name} is {value!r}", "this constant is a positive number", f"{name}={default!r}")
+    if cfg.dtype not in DTYPES:
+        known = ", ".join(map(str, DTYPES))
+        offend(
+            "dtype", f"{cfg.dtype!r} is not a floating dtype", f"parameters are one of {known}", "dtype=torch.float32"
+        )
+
+    if not wrong & {"heads", "kv_heads"} and cfg.heads % cfg.kv_heads:
+        near = max(k for k in range(1, cfg.kv_heads) if cfg.heads % k == 0)
+        offend(
+            "heads kv_heads",
+            f"{cfg.heads} % {cfg.kv_heads} = {cfg.heads % cfg.kv_heads}",
+            "each key and value head serves the same number of query heads",
+            f"kv_heads={near}, or heads={math.ceil(cfg.heads / cfg.kv_heads) * cfg.kv_heads}",
+        )
+    if not wrong & {"embed", "heads", "head_dim"}:
+        if cfg.head_dim is None and cfg.embed % cfg.heads:
+            offend(
+                "embed heads head_dim",
+                f"{cfg.embed} % {cfg.heads} = {cfg.embed % cfg.heads}",
+                "without head_dim, the heads share the residual stream's size in equal parts",
+                f"embed={math.ceil(cfg.embed / cfg.heads) * cfg.heads}, or an even head_dim",
+            )
+        elif cfg.head_size % 2:
+            setting = "embed heads head_dim" if cfg.head_dim is None else "head_dim"
+            offend(
+                setting,
+                f"a head has {cfg.head_size} features, an odd number",
+                "rotary positions turn features in pairs",
+                f"head_dim={cfg.head_size + 1}",
+            )
+    return found
+
+
+def template(cfg: LlamaConfig) -> dict[str, Any]:
+    """The parameters of a model, as a pytree of `Param`.
+
+    The two projections of a layer that write to the residual stream start smaller by sqrt(2 layers), so that
+    the stream's variance at the end doesn't grow with depth (Radford et al., GPT-2, 2019, section 2.3).
+
+    >>> cfg = LlamaConfig(vocab=256, layers=2, embed=64, heads=4, kv_heads=2, mlp=128)
+    >>> template(cfg)["layers"][1]["mlp"]["up"].shape
+    (64, 128)
+    """
+    std, out_std, dtype = cfg.init_std, cfg.init_std / math.sqrt(2 * cfg.layers), cfg.dtype
+
+    def one_layer() -> dict[str, Any]:
+        return {
+            "attention_norm": norm.rms_template(cfg.embed, dtype=dtype),
+            "attention": attention.template(
+                cfg.embed,
+                cfg.heads,
+                cfg.kv_heads,
+                cfg.head_size,
+                qk_norm=cfg.qk_norm,
+                std=std,
+                out_std=out_std,
+                dtype=dtype,
+            ),
+            "mlp_norm": norm.rms_template(cfg.embed, dtype=dtype),
+            "mlp": mlp.template(cfg.embed, cfg.mlp, std=std, out_std=out_std, dtype=dtype),
+        }
+
+    params: dict[str, Any] = {
+        "embed": embed.template(cfg.vocab, cfg.embed, std=std, dtype=dtype),
+        "layers": [one_layer() for _ in range(cfg.layers)],
+        "norm": norm.rms_template(cfg.embed, dtype=dtype),
+    }
+    if not cfg.tied:
+        params["head"] = embed.template(cfg.vocab, cfg.embed, std=std, dtype=dtype)
+    return params
+
+
+def layer(cfg: LlamaConfig, p: dict[str, Any], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """One block: attention, then feed-forward, each on a normed copy and added to the residual stream.
+
+    Args:
+        cfg: the model's config.
+        p: one of `template(cfg)["layers"]`, as tensors.
+        x: the residual stream, `[batch, residual_seq, embed]`.
+        cos, sin: `[batch, 1, seq, head_dim]`, from `rope.tables`.
+
+    Returns:
+        like `x`.
+    """
+    h = norm.rms_norm(p["attention_norm"], x, cfg.norm_eps)
+    x = x + attention.attention(p["attention"], h, cos, sin, eps=cfg.norm_eps)
+    h = norm.rms_norm(p["mlp_norm"], x, cfg.norm_eps)
+    return x + mlp.swiglu(p["mlp"], h)
+
+
+def hidden(cfg: LlamaConfig, params: dict[str, Any], tokens: Tensor, positions: Tensor) -> Tensor:
+    """The normed residual stream after the last block, `[batch, seq, embed]`; arguments as for `forward`."""
+    wide = torch.float64 if params["embed"].dtype == torch.float64 else torch.float32
+    cos, sin = rope.tables(positions, cfg.head_size, cfg.rope_theta, wide)
+    x = constrain(embed.embed(params["embed"], tokens), "batch residual_seq embed")
+    run = block(ft.partial(layer, cfg), name="layer")
+    for p in params["layers"]:
+        x = run(p, x, cos, sin)
+    return constrain(norm.rms_norm(params["norm"], x, cfg.norm_eps), "batch seq embed")
+
+
+def _head(cfg: LlamaConfig, params: dict[str, Any]) -> Tensor:
+    return params["embed"] if cfg.tied else params["head"]
+
+
+def forward(cfg: LlamaConfig, params: dict[str, Any], tokens: Tensor, positions: Tensor) -> Tensor:
+    """Logits of the next token at each place of each sequence.
+
+    Args:
+        cfg: the model's config.
+        params: like `template(cfg)`, as tensors.
+        tokens: int`[batch, seq]`, in `0 .. vocab - 1`.
+        positions: int`[batch, seq]`, where each token stands in its text; only differences matter.
+
+    Returns:
+        `[batch, seq, vocab]`.
+
+    >>> from fx_feather.param import init
+    >>> cfg = LlamaConfig(vocab=256, layers=1, embed=8, heads=2, kv_heads=1, mlp=16)
+    >>> tokens, positions = torch.tensor([[7, 8, 9]]), torch.arange(3)[None]
+    >>> forward(cfg, init(template(cfg)), tokens, positions).shape
+    torch.Size([1, 3, 256])
+    """
+    logits = embed.unembed(_head(cfg, params), hidden(cfg, params, tokens, positions))
+    return constrain(logits, "batch seq vocab")
+
+
+def loss(cfg: LlamaConfig) -> Callable[[dict[str, Any], dict[str, Tensor]], tuple[Tensor, Tensor]]:
+    """The loss function of a model: `loss_fn(params, batch) -> (sum, count)`.
+
+    A batch is `tokens`, `targets` and `positions`, each int`[batch, seq]`; targets of -100 don't count. The
+    sum is in nats over the `count` valid targets, see `fx_feather.nn.loss.cross_entropy`.
+
+    >>> from fx_feather.param import init
+    >>> cfg = LlamaConfig(vocab=256, layers=1, embed=8, heads=2, kv_heads=1, mlp=16)
+    >>> batch = {name: torch.tensor([[0, 1, 2]]) for name in ("tokens", "targets", "positions")}
+    >>> total, count = loss(cfg)(init(template(cfg)), batch)
+    >>> round((total / count).item(), 1), count
+    (5.5, tensor(3))
+    """
+
+    def loss_fn(params: dict[str, Any], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
+        return cross_entropy(forward(cfg, params, batch["tokens"], batch["positions"]), batch["targets"])
+
+    return loss_fn
+
+
+def next_logits(cfg: LlamaConfig, params: dict[str, Any], tokens: Tensor, positions: Tensor, last: Tensor) -> Tensor:
+    """Logits of the token after place `last` of a window that is padded on the right.
+
+    Every shape is fixed, so that one compiled program serves all steps of a generation. Attention is causal:
+    the padding after `last` is never read. The head runs on one place instead of all.
+
+    Args:
+        cfg: the model's config.
+        params: like `template(cfg)`, as tensors.
+        tokens: int`[batch, window]`.
+        positions: int`[batch, window]`.
+        last: int`[batch]`, the place of the last real token of each sequence.
+
+    Returns:
+        `[batch, vocab]`.
+    """
+    h = hidden(cfg, params, tokens, positions)
+    at = last[:, None, None].expand(-1, 1, h.shape[-1])
+    return embed.unembed(_head(cfg, params), h.gather(1, at)).squeeze(1)
+
+
+@torch.no_grad()
+def generate(
+    cfg: LlamaConfig,
+    params: dict[str, Any],
+    prompt: Tensor,
+    length: int,
+    temperature: float = 1.0,
+    seed: int = 0,
+    window: int | None = None,
+) -> Tensor:
+    """Continues each prompt by sampling one token after another, on one device.
+
+    The whole window is computed anew for each token, with no cache of keys and values: for samples beside a
+    training run, not for serving.
+
+    Args:
+        cfg: the model's config.
+        params: like `template(cfg)`, as whole tensors.
+        prompt: int`[batch, n]`, n at least 1.
+        length: number of tokens to add.
+        temperature: divides the logits; at 0 the likeliest token is taken.
+        seed: of the samples: the same seed, the same text.
+        window: how many tokens back the model reads, best the length it was trained on; without it, all.
+
+    Returns:
+        int`[batch, n + length]`, the prompt first.
+
+    Raises:
+        ShapeError: an empty prompt, or a length, temperature or window below its least value.
+
+    >>> from fx_feather.param import init
+    >>> cfg = LlamaConfig(vocab=256, layers=1, embed=8, heads=2, kv_heads=1, mlp=16)
+    >>> generate(cfg, init(template(cfg)), torch.tensor([[1, 2, 3]]), length=4).shape
+    torch.Size([1, 7])
+    """
+    _check_generate(prompt, length, temperature, window)
+    batch, start = prompt.shape
+    window = start + length if window is None else min(window, start + length)
+    generator = torch.Generator(prompt.device).manual_seed(seed)
+    positions = torch.arange(window, device=prompt.device).expand(batch, window)
+    text = torch.cat([prompt, prompt.new_zeros(batch, length)], dim=1)
+    for end in range(start, start + length):
+        left = max(0, end - window)
+        last = torch.full((batch,), end - left - 1, device=prompt.device)
+        logits = next_logits(cfg, params, text[:, left : left + window], positions, last)
+        if temperature == 0:
+            text[:, end] = logits.argmax(-1)
+        else:
+            chances = torch.softmax(logits.double() / temperature, -1)
+            text[:, end] = torch.multinomial(chances, 1, generator=generator).squeeze(-1)
+    return text
+
+
+def _check_generate(prompt: Tensor, length: int, temperature: float, window: int | None) -> None:
+    found = []
+    if prompt.ndim != 2 or prompt.shape[1] == 0 or prompt.dtype not in (torch.int32, torch.int64):
+        found.append(
+            message(
+                call="generate(prompt=...)",
+                got=f"prompt of dtype {prompt.dtype} and shape {list(prompt.shape)}",
+                number="not int[batch, n] with n of at least 1",
+                rule="the first new token is read off the last one of the prompt",
+                fix="prompt=torch.tensor([[token, ...]])",
+            )
+        )
+    for name, value, least in (("length", length, 0), ("temperature", temperature, 0), ("window", window, 1)):
+        # Written so that NaN offends too.
+        if value is not None and not value >= least:
+            found.append(
+                message(
+                    call=f"generate({name}=...)",
+                    got=f"{name}={value!r}",
+                    number=f"{value!r} is not at least {least}",
+                    rule=f"{name} is at least {least}",
+                    fix=f"{name}={least}",
+                )
+            )
+    raise_all(ShapeError, found)

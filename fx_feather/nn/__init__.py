@@ -1,0 +1,9 @@
+"""Blocks of models: each is a template of parameters and a pure function of them."""
+
+from . import attention as attention
+from . import embed as embed
+from . import linear as linear
+from . import loss as loss
+from . import mlp as mlp
+from . import norm as norm
+from . import rope as rope
