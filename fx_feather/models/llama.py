@@ -230,8 +230,8 @@ def loss(cfg: LlamaConfig) -> Callable[[dict[str, Any], dict[str, Tensor]], tupl
     >>> cfg = LlamaConfig(vocab=256, layers=1, embed=8, heads=2, kv_heads=1, mlp=16)
     >>> batch = {name: torch.tensor([[0, 1, 2]]) for name in ("tokens", "targets", "positions")}
     >>> total, count = loss(cfg)(init(template(cfg)), batch)
-    >>> round((total / count).item(), 1), count
-    (5.5, tensor(3))
+    >>> abs(total / count - math.log(256)).item() < 0.2, count
+    (True, tensor(3))
     """
 
     def loss_fn(params: dict[str, Any], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
