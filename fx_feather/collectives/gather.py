@@ -32,7 +32,9 @@ def _whole_on_all(values: list[Tensor], dim: int) -> list[Tensor]:
 
 def _own_part(values: list[Tensor], dim: int) -> list[Tensor]:
     size = values[0].shape[dim] // len(values)
-    return [v.narrow(dim, i * size, size).contiguous() for i, v in enumerate(values)]
+    # A clone, since a part that is the whole would be the operand itself.
+    parts = [v.narrow(dim, i * size, size) for i, v in enumerate(values)]
+    return [p.clone(memory_format=torch.contiguous_format) for p in parts]
 
 
 def _part_of_sum(values: list[Tensor], dim: int) -> list[Tensor]:
