@@ -1,0 +1,115 @@
+"""The arithmetic of optimizers, leaf by leaf: each function is a block, traced once for all leaves that are alike."""
+
+import torch
+from torch import Tensor
+
+from fx_feather.trace import block
+
+# Scalars that depend on the step come as 0-dim float64 tensors. Those do not widen a leaf that has dims, but they do
+# widen a leaf without, so results are rounded to the leaf's dtype where they leave.
+
+
+def adam_leaf(
+    grad: Tensor, mu: Tensor, nu: Tensor, correct1: Tensor, correct2: Tensor, b1: float, b2: float, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Adam's direction, and the new moments; Kingma and Ba, algorithm 1."""
+    grad = grad.to(mu.dtype)
+    mu = b1 * mu + (1 - b1) * grad
+    nu = b2 * nu + (1 - b2) * (grad * grad)
+    direction = (mu / correct1) / ((nu / correct2).sqrt() + eps)
+    return direction.to(mu.dtype), mu, nu
+
+
+def adamw_leaf(
+    grad: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    param: Tensor,
+    lr: Tensor,
+    correct1: Tensor,
+    correct2: Tensor,
+    b1: float,
+    b2: float,
+    eps: float,
+    decay: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """AdamW's update, and the new moments; Loshchilov and Hutter, algorithm 2, decay scaled by the learning rate."""
+    direction, mu, nu = adam_leaf(grad, mu, nu, correct1, correct2, b1, b2, eps)
+    return scale_leaf(decay_leaf(direction, param, decay), -lr), mu, nu
+
+
+def decay_leaf(update: Tensor, param: Tensor, decay: float) -> Tensor:
+    """Adds the gradient of `decay / 2` times the squared parameter."""
+    return update + decay * param.to(update.dtype) if decay else update
+
+
+def momentum_leaf(grad: Tensor, velocity: Tensor, momentum: float, nesterov: bool) -> tuple[Tensor, Tensor]:
+    """The direction and the new velocity; with Nesterov's, one step ahead (Sutskever et al. 2013, as in torch)."""
+    grad = grad.to(velocity.dtype)
+    velocity = momentum * velocity + grad
+    return (grad + momentum * velocity if nesterov else velocity), velocity
+
+
+def sgd_leaf(
+    grad: Tensor, velocity: Tensor, param: Tensor, lr: Tensor, momentum: float, nesterov: bool, decay: float
+) -> tuple[Tensor, Tensor]:
+    """The update and the new velocity of SGD with momentum."""
+    direction, velocity = momentum_leaf(decay_leaf(wide(grad), param, decay), velocity, momentum, nesterov)
+    return scale_leaf(direction, -lr), velocity
+
+
+def plain_sgd_leaf(grad: Tensor, param: Tensor, lr: Tensor, decay: float) -> Tensor:
+    """The update of SGD without momentum."""
+    return scale_leaf(decay_leaf(wide(grad), param, decay), -lr)
+
+
+def scale_leaf(update: Tensor, factor: Tensor | float) -> Tensor:
+    """A multiple of an update, in its own dtype."""
+    return (update * factor).to(update.dtype)
+
+
+def apply_leaf(param: Tensor, update: Tensor) -> Tensor:
+    """Adds in the wider of the two dtypes, and rounds once."""
+    wide = torch.promote_types(param.dtype, update.dtype)
+    return (param.to(wide) + update.to(wide)).to(param.dtype)
+
+
+def sum_squares_leaf(x: Tensor) -> Tensor:
+    """The sum of squares of a leaf."""
+    x = wide(x)
+    return (x * x).sum()
+
+
+def max_abs_leaf(x: Tensor) -> Tensor:
+    """The largest absolute value of a leaf."""
+    return wide(x).abs().amax()
+
+
+adam = block(adam_leaf, name="adam")
+adamw = block(adamw_leaf, name="adamw")
+decayed = block(decay_leaf, name="decay")
+with_momentum = block(momentum_leaf, name="momentum")
+sgd = block(sgd_leaf, name="sgd")
+plain_sgd = block(plain_sgd_leaf, name="sgd")
+scaled = block(scale_leaf, name="scale")
+applied = block(apply_leaf, name="apply_updates")
+sum_squares = block(sum_squares_leaf, name="sum_squares")
+max_abs = block(max_abs_leaf, name="max_abs")
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of statistics of a leaf: float32, or wider if the leaf is."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def wide(x: Tensor) -> Tensor:
+    """A leaf in the dtype of its statistics."""
+    return x.to(wide_dtype(x.dtype))
+
+
+def widest(xs: list[Tensor]) -> torch.dtype:
+    """The widest dtype of the leaves, at least float32."""
+    dtype = torch.float32
+    for x in xs:
+        dtype = torch.promote_types(dtype, x.dtype)
+    return dtype
