@@ -13,7 +13,7 @@ DATA ?=
 VENV := .venv
 BIN := $(VENV)/bin
 PINS := .ci/constraints.txt
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint $(PINS)
+PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint $(PINS)
 
 # One thread a process: several ranks, or several test workers, share the cores.
 export OMP_NUM_THREADS := 1
@@ -37,13 +37,14 @@ format: $(VENV)/installed-dev
 	$(BIN)/ruff check --fix
 
 # A stamp is written last, so an install that was cut short is done again; an environment that exists is taken over.
+# In the editable mode `compat` this folder itself is on the path, so a package added later needs no new install.
 define install
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "fx_feather needs Python 3.11 or newer; this is " \
 		+ sys.version.split()[0] + ". Name another: make PYTHON=python3.12")'
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (a few minutes the first time)"
 	@$(PIP) setuptools
-	@$(PIP) --no-build-isolation --editable $(1)
+	@$(PIP) --no-build-isolation --config-settings editable_mode=compat --editable $(1)
 	@touch $@
 endef
 

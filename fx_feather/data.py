@@ -4,7 +4,7 @@ import functools as ft
 import itertools as it
 import os
 import sysconfig
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,6 +12,7 @@ import numpy.typing as npt
 import torch
 
 from .errors import DataError, fail, message, raise_all
+from .settings import check, is_count, is_finite, text
 
 IGNORE = -100
 """The target that counts for nothing: no loss, and not in the number of tokens."""
@@ -120,31 +121,19 @@ def split(data: bytes, held_out: float = 0.05, pieces: int = 16) -> tuple[bytes,
     >>> split(b"aaaabaaaab", held_out=0.2, pieces=2)
     (b'aaaaaaaa', b'bb')
     """
-    call = f"split(data, held_out={held_out!r}, pieces={pieces!r})"
-    if not 0 < held_out < 1:
-        fail(
-            DataError,
-            call=call,
-            got=f"held_out={held_out!r}",
-            number=f"{held_out!r} is not between 0 and 1",
-            rule="a part of the text is held out, and the rest is trained on",
-            fix="split(data, held_out=0.05)",
-        )
-    if pieces < 1:
-        fail(
-            DataError,
-            call=call,
-            got=f"pieces={pieces!r}",
-            number=f"{pieces!r} is less than 1",
-            rule="held-out text is one contiguous piece or more",
-            fix="split(data, pieces=16)",
-        )
+    settings = {"held_out": held_out, "pieces": pieces}
+    part = is_finite(held_out, above=0) and held_out < 1
+    checks = [
+        ("held_out", part, "a part of the text, between 0 and 1, is held out and not trained on", "held_out=0.05"),
+        ("pieces", is_count(pieces, 1), "held-out text is one contiguous piece or more", "pieces=16"),
+    ]
+    check(DataError, "split", settings, checks)
     ends = [len(data) * i // pieces for i in range(pieces + 1)]
     cuts = [end - round((end - start) * held_out) for start, end in it.pairwise(ends)]
     if any(not start < cut < end for (start, end), cut in zip(it.pairwise(ends), cuts, strict=True)):
         fail(
             DataError,
-            call=call,
+            call=text("split", settings),
             got=f"data of {_plural(len(data), 'byte')}",
             number=f"{_plural(len(data), 'byte')} in {_plural(pieces, 'piece')} are {len(data) // pieces} in each",
             rule="each piece gives at least one byte to training and one to held-out text",
@@ -184,8 +173,7 @@ class Batches:
     """
 
     def __init__(self, data: bytes, batch: int, seq: int, seed: int = 0):
-        call = f"Batches(data, batch={batch!r}, seq={seq!r}, seed={seed!r})"
-        _check(call, data, shortest=None, batch=(1, batch), seq=(1, seq), seed=(0, seed))
+        _check_sizes("Batches", data, {"batch": batch, "seq": seq, "seed": seed}, windows=True)
         self.batch, self.seq, self.seed = batch, seq, seed
         self._bytes: Bytes = np.frombuffer(data, dtype=np.uint8)
         # A window more than these may fit, which leaves room for the start of an epoch to move.
@@ -240,7 +228,7 @@ def eval_batches(data: bytes, batch: int, seq: int) -> Iterator[Batch]:
     >>> [b["targets"].tolist() for b in eval_batches(b"abcd", batch=1, seq=2)]
     [[[98, 99]], [[100, -100]]]
     """
-    _check(f"eval_batches(data, batch={batch!r}, seq={seq!r})", data, shortest=2, batch=(1, batch), seq=(1, seq))
+    _check_sizes("eval_batches", data, {"batch": batch, "seq": seq}, windows=False)
     return _eval_batches(np.frombuffer(data, dtype=np.uint8), batch, seq)
 
 
@@ -259,31 +247,25 @@ def _eval_batches(data: Bytes, batch: int, seq: int) -> Iterator[Batch]:
         }
 
 
-def _check(call: str, data: bytes, shortest: int | None, **settings: tuple[int, int]) -> None:
-    """Refuses settings (name=(least, value)) that are too small, and a text that is shorter than one sequence."""
-    messages = [
-        message(
-            call=call,
-            got=f"{name}={value!r}",
-            number=f"{value!r} is not an integer of {least} or more",
-            rule="a batch has at least one sequence of at least one token, and a seed is never negative",
-            fix=f"{name}={least} or more",
-        )
-        for name, (least, value) in settings.items()
-        if isinstance(value, bool) or not isinstance(value, int) or value < least
-    ]
-    shortest = 0 if messages else shortest or settings["seq"][1] + 1
+def _check_sizes(name: str, data: bytes, settings: dict[str, int], windows: bool) -> None:
+    """Refuses sizes that are no sizes, and a text too short for one target, or for one whole window."""
+    rules = {
+        "batch": (1, "a batch has one sequence or more", "batch=8"),
+        "seq": (1, "a sequence has one token or more", "seq=256"),
+        "seed": (0, "a seed is an integer, and not negative", "seed=0"),
+    }
+    checks = [(key, is_count(value, rules[key][0]), *rules[key][1:]) for key, value in settings.items()]
+    check(DataError, name, settings, checks)
+    shortest = settings["seq"] + 1 if windows else 2
     if len(data) < shortest:
-        messages.append(
-            message(
-                call=call,
-                got=f"data of {_plural(len(data), 'byte')}",
-                number=f"{len(data)} is less than {shortest}",
-                rule="every token has a target, the byte after it, so a sequence needs one byte more than its length",
-                fix=f"seq={len(data) - 1} or less, or more text" if len(data) > 1 else "more text",
-            )
+        fail(
+            DataError,
+            call=text(name, settings),
+            got=f"data of {_plural(len(data), 'byte')}",
+            number=f"{len(data)} is less than {shortest}",
+            rule="every token has a target, the byte after it, so a sequence needs one byte more than its length",
+            fix=f"seq={len(data) - 1} or less, or more text" if len(data) > 1 else "more text",
         )
-    raise_all(DataError, messages)
 
 
 def ngram_bits(train: bytes, held_out: bytes, order: int = 2) -> float:
@@ -307,31 +289,14 @@ def ngram_bits(train: bytes, held_out: bytes, order: int = 2) -> float:
     >>> [round(ngram_bits(b"ab" * 1000, b"ab" * 100, order), 2) for order in (0, 1)]
     [1.0, 0.01]
     """
-    call = f"ngram_bits(train, held_out, order={order!r})"
-    sizes: Sequence[tuple[str, int]] = (("train", len(train)), ("held_out", len(held_out)))
-    messages = [
-        message(
-            call=call,
-            got=f"{name} of 0 bytes",
-            number="0 bytes",
-            rule="a model is counted on one text and measured on another",
-            fix="train, held_out = split(source_text())",
-        )
-        for name, size in sizes
-        if size == 0
+    known = {"train": len(train), "held_out": len(held_out), "order": order}
+    rule, fix = "a model is counted on one text and measured on another", "train, held_out = split(source_text())"
+    checks = [
+        ("train", len(train) > 0, rule, fix),
+        ("held_out", len(held_out) > 0, rule, fix),
+        ("order", is_count(order, 0) and order <= 6, "a context and the byte after it fit in 64 bits", "order=2"),
     ]
-    # A context and its next byte are the digits of one int64.
-    if not 0 <= order <= 6:
-        messages.append(
-            message(
-                call=call,
-                got=f"order={order!r}",
-                number=f"{order!r} is not one of 0 to 6",
-                rule="a context and the byte after it are counted as one 64-bit number",
-                fix="order=2",
-            )
-        )
-    raise_all(DataError, messages)
+    check(DataError, "ngram_bits", known, checks)
     p = np.full(len(held_out), 1 / 256)
     for length in range(min(order, len(held_out) - 1, len(train) - 1) + 1):
         grams, counts = np.unique(_grams(train, length + 1), return_counts=True)
@@ -346,12 +311,12 @@ def ngram_bits(train: bytes, held_out: bytes, order: int = 2) -> float:
     return -float(np.log2(p).mean())
 
 
-def _grams(text: bytes, length: int) -> Ints:
+def _grams(data: bytes, length: int) -> Ints:
     """Every run of `length` bytes as one number, the oldest byte most significant."""
-    data: Bytes = np.frombuffer(text, dtype=np.uint8)
+    bytes_: Bytes = np.frombuffer(data, dtype=np.uint8)
     out = np.zeros(len(data) - length + 1, dtype=np.int64)
     for i in range(length):
-        out = out << 8 | data[i : len(data) - length + 1 + i]
+        out = out << 8 | bytes_[i : len(data) - length + 1 + i]
     return out
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .errors import DataError, fail, message, raise_all
+from .settings import check, is_count
 
 
 def bits_per_byte(nats: float) -> float:
@@ -193,15 +194,8 @@ class ProgressLine:
     """
 
     def __init__(self, total: int | None = None, every: int = 1, rank: int = 0, stream: TextIO | None = None):
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            fail(
-                DataError,
-                call=f"ProgressLine(every={every!r})",
-                got=f"every={every!r}",
-                number=f"{every!r} is not an integer of 1 or more",
-                rule="the line is shown each so many steps",
-                fix="ProgressLine(every=1)",
-            )
+        rule = "the line is shown each so many steps, an integer of 1 or more"
+        check(DataError, "ProgressLine", {"every": every}, [("every", is_count(every, 1), rule, "every=1")])
         self.total, self.every = total, every
         self._out = None if rank != 0 else stream if stream is not None else sys.stdout
         self._tty = self._out is not None and self._out.isatty()

@@ -114,13 +114,16 @@ def test_held_out_text_is_in_whole_pieces_spread_over_the_text():
 
 @pytest.mark.parametrize("held_out", [0, 1, -0.1, 1.5, float("nan")])
 def test_held_out_must_be_a_part(held_out):
-    refused(lambda: split(b"text" * 100, held_out), f"held_out={held_out!r}", "not between 0 and 1")
+    refused(
+        lambda: split(b"text" * 100, held_out), f"held_out={held_out!r}", f"held_out is {held_out!r}", "between 0 and 1"
+    )
 
 
 def test_split_needs_text_for_every_piece():
     refused(lambda: split(b"short", pieces=16), "5 bytes in 16 pieces are 0 in each", "fewer pieces")
     refused(lambda: split(b"", pieces=1), "0 bytes in 1 piece")
-    refused(lambda: split(b"text", pieces=0), "pieces=0", "less than 1")
+    refused(lambda: split(b"text", pieces=0), "pieces=0", "pieces is 0", "one contiguous piece or more")
+    refused(lambda: split(b"text", held_out=2, pieces=0), "2 problems:", "held_out is 2", "pieces is 0")
 
 
 # Batches.
@@ -195,9 +198,9 @@ def test_a_step_below_zero_is_no_step():
 
 @pytest.mark.parametrize("make", [Batches, eval_batches])
 def test_batch_sizes_are_refused_all_at_once_and_at_once(make):
-    refused(lambda: make(TEXT, batch=0, seq=8), "batch=0", "0 is not an integer of 1 or more")
-    refused(lambda: make(TEXT, batch=2, seq=-8), "seq=-8")
-    refused(lambda: make(TEXT, batch=2.5, seq=8), "batch=2.5", "not an integer")
+    refused(lambda: make(TEXT, batch=0, seq=8), "batch=0", "batch is 0", "one sequence or more")
+    refused(lambda: make(TEXT, batch=2, seq=-8), "seq=-8", "seq is -8", "one token or more")
+    refused(lambda: make(TEXT, batch=2.5, seq=8), "batch=2.5", "batch is 2.5")
     refused(lambda: make(TEXT, batch=0, seq=0), "2 problems:", "batch=0", "seq=0")
 
 
@@ -206,7 +209,7 @@ def test_text_too_short_for_a_sequence_is_refused():
     assert Batches(b"123456789", 1, 8)[0]["tokens"].shape == (1, 8)
     refused(lambda: Batches(b"", 1, 8), "0 bytes", "more text")
     refused(lambda: eval_batches(b"1", 1, 8), "1 byte", "1 is less than 2")
-    refused(lambda: Batches(TEXT, 1, 8, seed=-1), "seed=-1", "-1 is not an integer of 0 or more")
+    refused(lambda: Batches(TEXT, 1, 8, seed=-1), "seed=-1", "seed is -1", "not negative")
 
 
 @settings(deadline=None)
@@ -277,6 +280,6 @@ def test_the_baseline_of_megabytes_takes_seconds():
 
 
 def test_the_baseline_refuses_what_it_cannot_count():
-    refused(lambda: ngram_bits(b"", b"x"), "train of 0 bytes")
-    refused(lambda: ngram_bits(b"", b"", order=7), "3 problems:", "held_out of 0 bytes", "7 is not one of 0 to 6")
+    refused(lambda: ngram_bits(b"", b"x"), "train=0", "train is 0", "split(source_text())")
+    refused(lambda: ngram_bits(b"", b"", order=7), "3 problems:", "held_out is 0", "order is 7")
     assert issubclass(DataError, FeatherError)

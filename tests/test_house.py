@@ -27,6 +27,7 @@ FLOORS = (
     {"rules"},
     {"trace", "transforms"},
     {"nn", "models", "optim"},
+    {"program"},
     {"passes"},
     {"runtime", "simulate", "price", "checkpoint", "explain"},
     {"pipeline"},

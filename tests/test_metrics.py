@@ -209,6 +209,6 @@ def test_only_rank_zero_shows():
 
 @pytest.mark.parametrize("every", [0, -1, 2.5])
 def test_an_interval_below_one_is_refused(every):
-    with pytest.raises(DataError, match="not an integer of 1 or more") as caught:
+    with pytest.raises(DataError, match="an integer of 1 or more") as caught:
         ProgressLine(every=every)
     assert f"every={every!r}" in str(caught.value) and "fix:" in str(caught.value)
