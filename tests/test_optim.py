@@ -246,6 +246,9 @@ def test_state_keeps_structure_shapes_and_dtypes(transform: optim.Transform) -> 
         params = tensors(0, dtype)
         before = transform.init(params)
         new, after = step_of(transform)(tensors(1, dtype), before, params)
+        updates, _ = transform.update(tensors(1, dtype), before, params)
+        # A 0-dim leaf is as wide as the others: the float64 scalars of a schedule don't widen it.
+        assert len({u.dtype for u in tree.leaves(updates)}) == 1
         for name, (a, b) in {"state": (before, after), "params": (params, new)}.items():
             tree.check_same(a, b, call="step", name=name)
             kinds = [[(x.shape, x.dtype) for x in tree.leaves(t)] for t in (a, b)]
