@@ -1,0 +1,32 @@
+"""The sharding rules of all operators, a file a family; importing this registers them."""
+
+from . import attention as _attention
+from . import index as _index
+from . import loss as _loss
+from . import matmul as _matmul
+from . import norm as _norm
+from . import reduce as _reduce
+from . import view as _view
+from .pointwise import is_pointwise as _is_pointwise
+from .pointwise import pointwise as _pointwise
+from .rule import RULES as RULES
+from .rule import Conflict as Conflict
+from .rule import Local as Local
+from .rule import OpCall as OpCall
+from .rule import Operand as Operand
+from .rule import Rule as Rule
+from .rule import Sharding as Sharding
+from .rule import Solution as Solution
+from .rule import rule as rule
+from .rule import solve as solve
+
+FAMILIES = (_attention, _index, _loss, _matmul, _norm, _reduce, _view)
+
+
+def lookup(call: OpCall) -> Rule | None:
+    """The rule of an operator: the registered one, or the pointwise rule if torch says that it is pointwise."""
+    found = RULES.get(call.target)
+    if found is None and _is_pointwise(call.target):
+        # Kept, so that the same operator has the same rule.
+        found = RULES[call.target] = _pointwise(call.target)
+    return found

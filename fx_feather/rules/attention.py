@@ -1,0 +1,63 @@
+"""The rule of scaled dot-product attention: batch and heads split, sequence and head dim stay whole."""
+
+from ..errors import RuleError, fail
+from .pointwise import sets
+from .rule import Dim, Factors, OpCall, Operand, Rule, Sharding, register
+
+
+def _attention(call: OpCall) -> Sharding:
+    q, k, v = call.operands[:3]
+    dropout = call.arg(4, "dropout_p", 0.0)
+    if dropout:
+        fail(
+            RuleError,
+            call="scaled_dot_product_attention(...)",
+            got=f"dropout_p={dropout}",
+            number=f"the probability is {dropout}",
+            rule="a global program has no random numbers: each rank would draw its own",
+            fix="dropout_p=0.0",
+        )
+    grouped = bool(call.kwargs.get("enable_gqa", False)) and q.ndim > 2
+    causal = bool(call.arg(5, "is_causal", False))
+    lead = call.outs[0].shape[:-2]
+    sizes = {f"b{i}": n for i, n in enumerate(lead)}
+    sizes |= {"s": q.shape[-2], "t": k.shape[-2], "d": q.shape[-1], "e": v.shape[-1]}
+    heads: Dim = (f"b{len(lead) - 1}",)
+    if grouped and k.shape[-3] != q.shape[-3]:
+        del sizes[heads[0]]
+        sizes |= {"g": k.shape[-3], "r": q.shape[-3] // k.shape[-3]}
+        heads = ("g", "r")
+
+    def leading(shape: tuple[int, ...], shared: bool = False) -> Factors:
+        out: list[Dim] = []
+        for i, n in enumerate(shape, len(lead) - len(shape)):
+            if i == len(lead) - 1 and len(heads) == 2:
+                out.append(("g",) if shared else heads if n == lead[i] else ())
+            else:
+                out.append((f"b{i}",) if n == lead[i] else ())
+        return tuple(out)
+
+    operands: list[Factors] = [
+        (*leading(q.shape[:-2]), ("s",), ("d",)),
+        (*leading(k.shape[:-2], True), ("t",), ("d",)),
+        (*leading(v.shape[:-2], True), ("t",), ("e",)),
+    ]
+    mask = call.arg(3, "attn_mask")
+    if isinstance(mask, Operand):
+        rows: Dim = ("s",) if mask.shape[-2] == q.shape[-2] else ()
+        columns: Dim = ("t",) if mask.shape[-1] == k.shape[-2] else ()
+        operands.append((*leading(mask.shape[:-2]), rows, columns))
+    return Sharding(
+        tuple(operands),
+        ((*leading(lead), ("s",), ("e",)),),
+        sizes,
+        # A causal mask is by position in the whole sequence.
+        whole=frozenset({"t", "d", "s"} if causal else {"t", "d"}),
+        linear=sets([v]),
+    )
+
+
+register(
+    "scaled_dot_product_attention.default",
+    Rule(_attention, text="... (g r) !s !d, ... g !t !d, ... g !t e, ... (g r) !s !t -> ... (g r) !s e"),
+)
