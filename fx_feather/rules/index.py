@@ -1,7 +1,6 @@
 """Rules of lookups: a looked-up dim that is split gives each rank the rows it holds, and zeros for others."""
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -235,7 +234,7 @@ register("scatter_add.default", Rule(_scatter(True), text="!v ..., !j ..., !j ..
 
 
 def _index_add(call: OpCall) -> Sharding:
-    x, index, source = call.operands
+    x, _, source = call.operands
     at = call.dim(1)
     of_x = named(x.shape)
     of_source = tuple(("j",) if i == at else f for i, f in enumerate(of_x))

@@ -120,7 +120,10 @@ def _compared(op: Any) -> Rule:
     return Rule(shard, decompose, text="from broadcasting, reduced over all")
 
 
-LOSSES = "mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div soft_margin_loss"
+LOSSES = """
+    mse_loss l1_loss smooth_l1_loss huber_loss binary_cross_entropy binary_cross_entropy_with_logits kl_div
+    soft_margin_loss
+"""
 for _name in LOSSES.split():
     _op = getattr(aten, _name).default
     register(f"{_name}.default", _compared(_op))

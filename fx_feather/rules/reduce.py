@@ -1,4 +1,4 @@
-"""Rules of reductions: a reduced factor is summed over, or stays whole unless the reduction is written in simpler ones."""
+"""Rules of reductions: a factor is summed over, or stays whole unless simpler operators can do the same."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from .pointwise import named, sets, sizes_of
-from .rule import Factors, Local, OpCall, Rule, Sharding, register
+from .rule import Factors, Local, OpCall, Rule, Sharding, fill, register
 
 aten = torch.ops.aten
 
@@ -77,12 +77,13 @@ def _mean(call: OpCall) -> Sharding:
     for i in dims:
         count *= call.operands[0].shape[i]
 
-    def partial_mean(local: Local, operands: list[Tensor]) -> Tensor:
+    def run(local: Local, operands: list[Tensor]) -> Tensor:
+        if not any(local.axes(f"d{i}") for i in dims):
+            return local.call.target(*fill(local.call.args, operands), **local.call.kwargs)
         # The parts are added later, and padding counts for nothing: divide by the global size.
         return operands[0].sum(dims, keepdim, dtype=local.call.kwargs.get("dtype")) / count
 
-    lower = {f"d{i}": partial_mean for i in dims}
-    return reducing(call, dim, keepdim, linear=sets([call.operands[0]]), lower=lower)
+    return reducing(call, dim, keepdim, linear=sets([call.operands[0]]), run=run)
 
 
 register("mean.default mean.dim", Rule(_mean, text="... d -> ..."))

@@ -156,8 +156,8 @@ def _permuted(call: OpCall) -> Sharding:
 
 
 register(
-    """transpose.int permute.default t.default movedim.int movedim.intlist moveaxis.int moveaxis.intlist swapaxes.default
-    swapdims.default numpy_T.default matrix_H.default mT.default mH.default adjoint.default""",
+    """transpose.int permute.default t.default movedim.int movedim.intlist moveaxis.int moveaxis.intlist
+    swapaxes.default swapdims.default numpy_T.default matrix_H.default mT.default mH.default adjoint.default""",
     Rule(_permuted, text="dims in another order"),
 )
 
