@@ -154,36 +154,40 @@ class Layout:
         own: list[Table] = [self.compute, self.store.params, self.store.grads, self.store.opt]
         return own + [t for layout in self.overrides.values() for t in layout.tables()]
 
-    def check(self, mesh: Mesh, names: Iterable[str]) -> None:
-        """Raises LayoutError for axes that the mesh lacks and dims that neither the model nor this package has."""
-        known, problems = sorted({*names, *DIM_NAMES} - {"_"}), []
-        seen = set()
-        for table in self.tables():
-            for dim, axes in table.items():
-                if dim not in known and (dim, None) not in seen:
-                    seen.add((dim, None))
-                    problems.append(
-                        message(
-                            call=f"layout row {dim!r} -> {as_axes(axes)}",
-                            got=f"dim name {dim!r}",
-                            number=f"no parameter, batch leaf or constrain of the model has a dim {dim!r}",
-                            rule="a layout splits dims that the model names",
-                            fix=nearest(dim, known),
-                        )
-                    )
-                for a in as_axes(axes):
-                    if a not in mesh and (dim, a) not in seen:
-                        seen.add((dim, a))
-                        problems.append(
-                            message(
-                                call=f"layout row {dim!r} -> {as_axes(axes)}",
-                                got=f"axis {a!r} on {mesh!r}",
-                                number=f"{a!r} is not one of the axes {list(mesh.axes)}",
-                                rule="a layout names axes of the mesh it is used on",
-                                fix=f"Mesh(..., {a}=2), or {nearest(a, mesh.axes)}",
-                            )
-                        )
-        raise_all(LayoutError, problems)
+    def check_axes(self, mesh: Mesh) -> None:
+        """Raises LayoutError for axes that the mesh lacks, all at once."""
+        rows = {(dim, a): axes for t in self.tables() for dim, axes in t.items() for a in as_axes(axes) if a not in mesh}
+        raise_all(
+            LayoutError,
+            [
+                message(
+                    call=f"layout row {dim!r} -> {as_axes(axes)}",
+                    got=f"axis {a!r} on {mesh!r}",
+                    number=f"{a!r} is not one of the axes {list(mesh.axes)}",
+                    rule="a layout names axes of the mesh it is used on",
+                    fix=f"Mesh(..., {a}=2), or {nearest(a, mesh.axes)}",
+                )
+                for (dim, a), axes in rows.items()
+            ],
+        )
+
+    def check_dims(self, names: Iterable[str]) -> None:
+        """Raises LayoutError for dims that neither the model (`names`) nor this package has, all at once."""
+        known = sorted({*names, *DIM_NAMES} - {"_"})
+        rows = {dim: axes for t in self.tables() for dim, axes in t.items() if dim not in known}
+        raise_all(
+            LayoutError,
+            [
+                message(
+                    call=f"layout row {dim!r} -> {as_axes(axes)}",
+                    got=f"dim name {dim!r}",
+                    number=f"no parameter, batch leaf or constrain of the model has a dim {dim!r}",
+                    rule="a layout splits dims that the model names",
+                    fix=nearest(dim, known),
+                )
+                for dim, axes in rows.items()
+            ],
+        )
 
     def value_dims(self, names: Iterable[str]) -> Dims:
         """For a value with these dim names, the axes that split each dim while it is used."""

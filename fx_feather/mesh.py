@@ -2,9 +2,10 @@
 
 import itertools
 import math
+import re
 from collections.abc import Iterable
 
-from .errors import MeshError, fail, nearest
+from .errors import MeshError, fail, message, nearest, raise_all
 
 Axes = str | tuple[str, ...]
 
@@ -37,16 +38,22 @@ class Mesh:
     __slots__ = ("sizes",)
 
     def __init__(self, **sizes: int):
+        problems = []
         for name, size in sizes.items():
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                fail(
-                    MeshError,
-                    call=f"Mesh({', '.join(f'{k}={v!r}' for k, v in sizes.items())})",
-                    got=f"{name}={size!r}",
-                    number=f"axis {name!r} has size {size!r}, which is not a positive integer",
-                    rule="every axis of a mesh has one rank or more",
-                    fix=f"Mesh({', '.join(f'{k}={1 if k == name else v!r}' for k, v in sizes.items())})",
-                )
+            number = None
+            if not name.isidentifier():
+                number = f"{name!r} is not a Python name"
+                rule = "axes are keywords of Mesh and stand in specs and programs, separated by commas"
+                fix = re.sub(r"\W", "_", name) or "dp"
+                fix = f"a name such as {fix if fix.isidentifier() else '_' + fix!r}"
+            elif isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                number = f"axis {name!r} has size {size!r}, which is not a positive integer"
+                rule = "every axis of a mesh has one rank or more"
+                fix = f"{name}=1, or no axis {name!r}"
+            if number:
+                call = f"Mesh({', '.join(f'{k}={v!r}' for k, v in sizes.items())})"
+                problems.append(message(call=call, got=f"{name}={size!r}", number=number, rule=rule, fix=fix))
+        raise_all(MeshError, problems)
         self.sizes: dict[str, int] = dict(sizes)
 
     @property
@@ -121,6 +128,16 @@ class Mesh:
     def rank(self, **coords: int) -> int:
         """The rank at a position; axes that are not given are at 0."""
         self.check(coords, call="mesh.rank(...)")
+        outside = {axis: at for axis, at in coords.items() if not 0 <= at < self.sizes[axis]}
+        if outside:
+            fail(
+                MeshError,
+                call=f"{self!r}.rank({', '.join(f'{a}={at}' for a, at in coords.items())})",
+                got=", ".join(f"{a}={at}" for a, at in outside.items()),
+                number=", ".join(f"{at} is outside 0..{self.sizes[a] - 1} on axis {a!r}" for a, at in outside.items()),
+                rule="a position is counted from 0 along each axis",
+                fix=f"{self!r}.rank({', '.join(f'{a}={at % self.sizes[a]}' for a, at in coords.items())})",
+            )
         out = 0
         for axis, size in self.sizes.items():
             out = out * size + coords.get(axis, 0)

@@ -56,9 +56,9 @@ class P:
                 SpecError,
                 call=repr(self),
                 got=f"axes {used}",
-                number=f"axis {twice[0]!r} is used {used.count(twice[0])} times",
+                number=", ".join(f"axis {a!r} is used {used.count(a)} times" for a in twice),
                 rule="a mesh axis splits at most one dim of a tensor, or makes it partial: its ranks hold one part each",
-                fix=f"leave {twice[0]!r} on one dim only",
+                fix=f"leave {' and '.join(map(repr, twice))} on one dim only",
             )
 
     def __repr__(self) -> str:
@@ -71,10 +71,10 @@ class P:
         return f"P({', '.join(parts)})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, P) and self.dims == other.dims and self.partial == other.partial
+        return isinstance(other, P) and self.dims == other.dims and set(self.partial) == set(other.partial)
 
     def __hash__(self) -> int:
-        return hash((self.dims, self.partial))
+        return hash((self.dims, frozenset(self.partial)))
 
     def padded(self, ndim: int) -> Dims:
         """The axes of all `ndim` dims, with the trailing ones filled in."""

@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools as ft
+import operator
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -249,6 +250,12 @@ def _check_outputs(outs: list[Any], what: str) -> None:
             )
 
 
+def trace_unit(flat: Callable[..., list[torch.Tensor]], avals: list[Aval], label: str) -> Unit:
+    """Traces a function of tensors, outside of any other trace, to one unit; blocks in it are part of it."""
+    with _disable_current_modes(), FakeTensorMode():
+        return _trace_unit(flat, [a.fake() for a in avals], label)
+
+
 def _trace_unit(flat: Callable[..., list[torch.Tensor]], fakes: list[torch.Tensor], label: str) -> Unit:
     gm = make_fx(flat, pre_dispatch=True, record_stack_traces=True, _allow_non_fake_inputs=True)(*fakes)
     gm.graph.eliminate_dead_code()
@@ -335,7 +342,7 @@ def _cut(whole: Unit, state: _Trace, out_tree: Any) -> GlobalProgram:
     """Cuts the outer graph at its blocks: what lies between two blocks becomes a unit of its own."""
     block_op = torch.ops.fx_feather.block.default
     units, calls = list(state.blocks), []
-    number: dict[fx.Node, int] = {}
+    number: dict[Any, int] = {}
     avals: dict[int, Aval] = {}
 
     def new(n: fx.Node) -> int:
@@ -382,13 +389,12 @@ def _cut(whole: Unit, state: _Trace, out_tree: Any) -> GlobalProgram:
             count = len(state.outs[id][0])
             base = len(number)
             for i in range(count):
-                fake_node = (n, i)
-                number[fake_node] = base + i  # type: ignore[index]
+                number[n, i] = base + i
                 avals[base + i] = state.outs[id][0][i]
             args = tuple(number[a] for a in n.args[0])
             calls.append(Call(id, args, tuple(range(base, base + count))))
             produced_by_block[n] = base
-        elif n.op == "call_function" and n.args and n.args[0] in produced_by_block and "getitem" in str(n.target):
+        elif n.op == "call_function" and n.args and n.args[0] in produced_by_block and n.target is operator.getitem:
             number[n] = produced_by_block[n.args[0]] + n.args[1]
         else:
             pending.append(n)

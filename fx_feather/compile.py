@@ -1,0 +1,181 @@
+"""Compiling: from a function, a template, a mesh and a layout to something that runs, simulates and explains itself."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import tree
+from .compiled import BUCKET_BYTES, Common
+from .layout import Layout
+from .mesh import Mesh
+from .passes.stitch import Funcs, Stitcher
+from .passes.training import gradient_sections, loss_function, resolved
+from .program import Program, Section
+
+
+@dataclasses.dataclass(frozen=True)
+class ValueAndGrad:
+    """A loss function together with its gradient; see `value_and_grad`."""
+
+    loss_fn: Callable[..., Any]
+
+    def __call__(self, params: Any, batch: Any) -> tuple[dict[str, Any], Any]:
+        """Loss, count and gradients on one device."""
+        leaves, treedef = tree.flatten(params)
+
+        def total(*xs: torch.Tensor) -> tuple[torch.Tensor, Any]:
+            out = self.loss_fn(tree.unflatten(treedef, xs), batch)
+            return out[0], out[1:]
+
+        value, pull, rest = torch.func.vjp(total, *leaves, has_aux=True)
+        grads = [g / rest[0].to(g.dtype) for g in pull(torch.ones_like(value))]
+        out = {"loss": value / rest[0], "count": rest[0]}
+        if len(rest) == 2:
+            out["aux"] = rest[1]
+        return out, tree.unflatten(treedef, grads)
+
+
+def value_and_grad(loss_fn: Callable[..., Any]) -> ValueAndGrad:
+    """Turns a loss function into one of loss and gradients, to be called on one device or given to `compile`.
+
+    Args:
+        loss_fn: `(params, batch) -> (sum, count)` or `(sum, count, aux)`.
+
+    Returns:
+        A function `(params, batch) -> ({"loss", "count"[, "aux"]}, grads)`: the loss is sum / count, and the gradients
+        are of that quotient.
+
+    >>> f = value_and_grad(lambda p, b: ((p * b).sum(), torch.tensor(b.numel())))
+    >>> f(torch.tensor(2.0), torch.tensor([1.0, 3.0]))
+    ({'loss': tensor(4.), 'count': tensor(2)}, tensor(2.))
+    """
+    return ValueAndGrad(loss_fn)
+
+
+class Compiled(Common):
+    """A pure function `(params, batch) -> pytree`, compiled for a mesh and a layout; made by `compile`."""
+
+    def __init__(self, fn: Any, template: Any, mesh: Mesh, layout: Layout, batch: Any, batch_dims: Any, device: str | None, reshard: bool):
+        super().__init__(template, mesh, layout, batch, batch_dims, device, 1)
+        s = Stitcher(Funcs(mesh, layout, self.device))
+        self._out_tree: Any
+        if isinstance(fn, ValueAndGrad):
+            sections = self._differentiated(s, fn.loss_fn, reshard)
+        else:
+            sections = self._plain(s, fn)
+        for section in sections:
+            section.donate()
+        self.program = Program(mesh, {x.name: x for x in sections})
+        self.out_types = tree.unflatten(self._out_tree, self._out_types)
+
+    def _plain(self, s: Stitcher, fn: Callable[..., Any]) -> list[Section]:
+        program = self.trace(fn, getattr(fn, "__name__", "fn"))
+        inputs = [s.new(t) for t in (*self.params.at_rest(), *self.batch.types)]
+        f = s.forward(program, inputs, dict(enumerate(self.params.in_use())))
+        s.run_forward(f, {}, set())
+        types = [resolved(s.types[f.values[o]]) for o in program.outputs]
+        outs = s.convert([f.values[o] for o in program.outputs], types, "results")
+        self._out_tree, self._out_types = program.out_tree, types
+        return [s.section("main", inputs, outs)]
+
+    def _differentiated(self, s: Stitcher, loss_fn: Callable[..., Any], reshard: bool) -> list[Section]:
+        wrapped = loss_function(loss_fn)
+        program = self.trace(wrapped, "loss")
+        g = gradient_sections(s, program, self.params, self.batch.types, reshard, BUCKET_BYTES)
+        n = len(self.params.types)
+        reduced, results = g.finish.out_types()[:n], g.finish.out_types()[n:]
+        ins = s.like(g.finish.outputs)
+        loss = s.small(lambda a, b: [a / b], ins[n : n + 2], results[0], "mean")
+        grads = [
+            s.small(lambda x, c: [x / c.to(x.dtype)], [v, ins[n + 1]], t, "mean")
+            for v, t in zip(ins[:n], reduced, strict=True)
+        ]
+        at_rest = [t.with_(dtype=r.dtype) for t, r in zip(self.params.at_rest(), reduced, strict=True)]
+        grads = s.convert(grads, at_rest, "store", BUCKET_BYTES)
+        last = s.section("mean", ins, [loss, ins[n + 1], *ins[n + 2 :], *grads])
+        out = {"loss": 0, "count": 0}
+        if wrapped.aux_tree is not None:  # type: ignore[attr-defined]
+            out["aux"] = tree.unflatten(wrapped.aux_tree, [0] * len(results[2:]))  # type: ignore[attr-defined]
+        self._order = _value_order(out)
+        self._out_tree = tree.structure((out, tree.unflatten(self.params.treedef, [0] * n)))
+        self._out_types = [last.out_types()[i] for i in self._order] + last.out_types()[len(self._order) :]
+        return [g.first, g.finish, last]
+
+    def _chain(self, run: Callable[[Section, list[Any]], list[Any]], inputs: list[Any]) -> list[Any]:
+        for section in self.program.sections.values():
+            inputs = run(section, inputs)
+        order = getattr(self, "_order", None)
+        return inputs if order is None else [inputs[i] for i in order] + inputs[len(order) :]
+
+    def __call__(self, params: Any, batch: Any) -> Any:
+        """Runs on this rank.
+
+        Args:
+            params: local parts, as `init_params` makes them.
+            batch: this rank's part of the batch, as `shard` makes it.
+
+        Returns:
+            The local parts of the results, split as `out_types` says; pending sums are resolved.
+        """
+        leaves = self.local_params(params, "f(params, batch)")
+        outs = self._chain(self.runtime().run, [*leaves, *self.local_microbatches(batch)[0]])
+        return tree.unflatten(self._out_tree, outs)
+
+    def simulate(self, params: Any, batch: Any) -> Any:
+        """Runs all ranks in this process: whole values in, whole results out."""
+        values = self.scatter(self.whole_params(params, "simulate(params, batch)"), self.params.at_rest())
+        outs = self._chain(self.simulator().run, [*values, *self.sim_microbatches(batch)[0]])
+        return tree.unflatten(self._out_tree, self.gather(outs, self._out_types))
+
+
+def _value_order(out: dict[str, Any]) -> list[int]:
+    """Where the leaves of the result dict stand in [loss, count, *aux]."""
+    n_aux = len(tree.leaves(out.get("aux")))
+    numbered = {"loss": 0, "count": 1}
+    if "aux" in out:
+        numbered["aux"] = tree.unflatten(tree.structure(out["aux"]), range(2, 2 + n_aux))  # type: ignore[assignment]
+    return tree.leaves(numbered)
+
+
+def compile(
+    fn: Callable[..., Any],
+    *,
+    template: Any,
+    mesh: Mesh,
+    layout: Layout,
+    batch: Any,
+    batch_dims: Any = None,
+    device: str | None = None,
+    reshard: bool = True,
+) -> Compiled:
+    """Compiles a pure function of parameters and a batch for a mesh and a layout.
+
+    Args:
+        fn: `(params, batch) -> pytree of tensors`, or `value_and_grad(loss_fn)`.
+        template: pytree of `Param`.
+        mesh: the ranks.
+        layout: how values are split.
+        batch: an example of a whole batch; only shapes and dtypes matter.
+        batch_dims: dim names of the batch's leaves, one string for all or a pytree of strings; by default a leaf's
+            dims are "batch seq" and further ones without a name.
+        device: `cpu` or `cuda`; CUDA by default where there is any.
+        reshard: free gathered parameters after the forward and gather them again for the backward.
+
+    Returns:
+        A `Compiled`: call it with local parts under torchrun, or `simulate` it with whole values in one process.
+
+    Raises:
+        FeatherError: whatever of the template, layout, batch and function do not fit together.
+
+    >>> import fx_feather as ff
+    >>> template = {"w": ff.Param("embed mlp", (4, 8))}
+    >>> f = ff.compile(lambda p, b: b @ p["w"], template=template, mesh=ff.Mesh(tp=2),
+    ...                layout=ff.Layout(compute={"mlp": "tp"}), batch=torch.ones(2, 4), batch_dims="batch embed")
+    >>> f.simulate(ff.init(template), torch.ones(2, 4)).shape
+    torch.Size([2, 8])
+    >>> f.out_types
+    f32[2, 8@tp]
+    """
+    return Compiled(fn, template, mesh, layout, batch, batch_dims, device, reshard)

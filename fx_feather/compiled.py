@@ -1,0 +1,161 @@
+"""What compiled functions and compiled steps share: the types of what comes in, and the two ways to run."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from . import param, tree
+from .errors import ShapeError, message, raise_all
+from .inputs import batch_leaves, parameters
+from .layout import Layout
+from .mesh import Mesh
+from .program import CollectiveNode, Program
+from .runtime import Runtime, in_world
+from .simulate import Simulator
+from .spec import Type, assemble, pad_to, shard, slices
+from .trace import Aval, GlobalProgram, trace
+
+#: Bytes of gradients that are reduced together, as in PyTorch's DistributedDataParallel.
+BUCKET_BYTES = 25 << 20
+
+
+def _device(device: str | None) -> str:
+    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+class Common:
+    """What programs of any kind share: the mesh, the types of what comes in, and the two ways to run."""
+
+    def __init__(
+        self, template: Any, mesh: Mesh, layout: Layout, batch: Any, batch_dims: Any, device: str | None, microbatches: int
+    ):
+        self.mesh, self.layout, self.template, self.device = mesh, layout, template, _device(device)
+        layout.check_axes(mesh)
+        self.params = parameters(template, mesh, layout)
+        self.batch = batch_leaves(batch, batch_dims, layout, mesh, microbatches)
+        self.microbatches = microbatches
+        self._simulator: Simulator | None = None
+        self._runtime: Runtime | None = None
+        self.program: Program
+
+    def trace(self, fn: Callable[..., Any], name: str) -> GlobalProgram:
+        def avals(types: Sequence[Type]) -> list[Aval]:
+            return [Aval(t.shape, t.dtype, self.device) for t in types]
+
+        params = tree.unflatten(self.params.treedef, avals(self.params.in_use()))
+        program = trace(fn, (params, tree.unflatten(self.batch.treedef, avals(self.batch.types))), name)
+        named = {n for p in tree.leaves(self.template) for n in p.dim_names}
+        named |= {n for t in self.batch.types for n in t.names or ()} | program.dim_names()
+        self.layout.check_dims(named)
+        return program
+
+    @property
+    def local(self) -> bool:
+        """Whether this process is one rank of several, so that states hold local parts."""
+        return in_world()
+
+    def simulator(self) -> Simulator:
+        self._simulator = self._simulator or Simulator(self.mesh)
+        return self._simulator
+
+    def runtime(self) -> Runtime:
+        if self._runtime is None:
+            self._runtime = Runtime(self.mesh, self.device)
+            self._runtime.compare(self.program.fingerprint())
+        return self._runtime
+
+    def shard(self, batch: Any) -> Any:
+        """This rank's part of a whole batch, on its device.
+
+        Raises:
+            BatchError: another structure, shape or dtype than the example's; all leaves at once.
+        """
+        leaves = self.batch.check(batch, [self._whole_shape(t) for t in self.batch.types], "shard(batch)")
+        rank = self.runtime().rank
+        parts = [x[slices(t.with_(shape=tuple(x.shape)), self.mesh, rank)] for x, t in zip(leaves, self.batch.types, strict=True)]
+        return tree.unflatten(self.batch.treedef, [p.to(self.runtime().device) for p in parts])
+
+    def _whole_shape(self, t: Type) -> tuple[int, ...]:
+        at = t.names.index("batch") if t.names and "batch" in t.names else None
+        return tuple(n * (self.microbatches if i == at else 1) for i, n in enumerate(t.shape))
+
+    def local_microbatches(self, batch: Any) -> list[list[torch.Tensor]]:
+        types = self.batch.types
+        shapes = [t.with_(shape=self._whole_shape(t)).local_shape(self.mesh) for t in types]
+        leaves = self.batch.check(batch, shapes, "step(state, batch)")
+        return self._cut(leaves)
+
+    def _cut(self, leaves: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """The microbatches of a batch, leaf by leaf along the batch dim."""
+        k = self.microbatches
+        out: list[list[torch.Tensor]] = [[] for _ in range(k)]
+        for x, t in zip(leaves, self.batch.types, strict=True):
+            at = t.names.index("batch") if t.names and "batch" in t.names else None
+            for i, part in enumerate([x] * k if at is None else x.chunk(k, at)):
+                out[i].append(part.contiguous())
+        return out
+
+    def sim_microbatches(self, batch: Any) -> list[list[list[torch.Tensor]]]:
+        """For each microbatch and leaf, the local part of every rank."""
+        leaves = self.batch.check(batch, [self._whole_shape(t) for t in self.batch.types], "simulate(state, batch)")
+        whole = [t.with_(shape=self._whole_shape(t)) for t in self.batch.types]
+        per_rank = [
+            self._cut([shard(x.to(self.device), t, self.mesh, r) for x, t in zip(leaves, whole, strict=True)])
+            for r in range(self.mesh.size)
+        ]
+        return [
+            [[per_rank[r][m][i] for r in range(self.mesh.size)] for i in range(len(leaves))]
+            for m in range(self.microbatches)
+        ]
+
+    def scatter(self, values: Sequence[torch.Tensor], types: Sequence[Type]) -> list[list[torch.Tensor]]:
+        return [
+            [shard(x.to(self.device), t, self.mesh, r) for r in range(self.mesh.size)]
+            for x, t in zip(values, types, strict=True)
+        ]
+
+    def gather(self, values: Sequence[list[torch.Tensor]], types: Sequence[Type]) -> list[torch.Tensor]:
+        return [assemble(v, t, self.mesh) for v, t in zip(values, types, strict=True)]
+
+    def _check_params(self, params: Any, shapes: Sequence[tuple[int, ...]], call: str) -> list[torch.Tensor]:
+        tree.check_same(self.params.treedef, params, call=call, name="params")
+        leaves = tree.leaves(params)
+        raise_all(
+            ShapeError,
+            [
+                message(
+                    call=f"{call}, params{path}",
+                    got=repr(Type.whole(x)) if isinstance(x, torch.Tensor) else type(x).__name__,
+                    number=f"it is not {t.store.dtype} of shape {list(shape)}",
+                    rule="parameters have the shapes and dtypes of the template, local parts in a run, whole in simulate",
+                    fix="params from init, or parts made with shard",
+                )
+                for path, x, t, shape in zip(self.params.paths, leaves, self.params.types, shapes, strict=True)
+                if not isinstance(x, torch.Tensor) or tuple(x.shape) != shape or x.dtype != t.store.dtype
+            ],
+        )
+        return leaves
+
+    def local_params(self, params: Any, call: str) -> list[torch.Tensor]:
+        return self._check_params(params, [t.local_shape(self.mesh) for t in self.params.at_rest()], call)
+
+    def whole_params(self, params: Any, call: str) -> list[torch.Tensor]:
+        return self._check_params(params, [t.shape for t in self.params.at_rest()], call)
+
+    def init_params(self, seed: int = 0) -> Any:
+        """Initial parameters: this rank's local parts in a run on several ranks, whole values otherwise.
+
+        Values are a function of path and global index alone: the same bits in every layout.
+        """
+        if not in_world():
+            return tree.map(lambda x: x.to(self.device), param.init(self.template, seed))
+        run, leaves = self.runtime(), []
+        for p, path, t in zip(tree.leaves(self.template), self.params.paths, self.params.at_rest(), strict=True):
+            part = param.initial_values(p, path, seed, slices(t, self.mesh, run.rank))
+            leaves.append(pad_to(part, t.local_shape(self.mesh)).contiguous().to(run.device))
+        return tree.unflatten(self.params.treedef, leaves)
+
+    def collectives(self) -> list[CollectiveNode]:
+        """The collectives of one call, in order."""
+        return self.program.collectives()

@@ -1,0 +1,216 @@
+"""Differentiation: the vjp of a local unit, traced with it to one joint graph and cut into forward and backward."""
+
+import dataclasses
+import operator
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from ..mesh import Mesh
+from ..program import Func
+from ..spec import Type
+from .cleanup import cleanup
+from .partition import LocalFn
+
+Fakes = list[torch.Tensor]
+
+
+@dataclasses.dataclass
+class LocalUnit:
+    """A unit as one rank computes it.
+
+    Attributes:
+        forward: inputs -> outputs, then the values that the backward needs.
+        outputs: how many of the forward's results are the unit's outputs.
+        backward: (inputs named by `keeps`, saved values, cotangents named by `cts`) -> cotangents named by `grads`.
+        keeps: numbers of the inputs that the backward needs again.
+        cts: numbers of the outputs whose cotangents it takes.
+        grads: numbers of the inputs whose cotangents it gives.
+    """
+
+    forward: Func
+    outputs: int
+    backward: Func | None = None
+    keeps: tuple[int, ...] = ()
+    cts: tuple[int, ...] = ()
+    grads: tuple[int, ...] = ()
+
+    @property
+    def saved_nodes(self) -> list[fx.Node]:
+        """The nodes of the values that the forward saves for the backward."""
+        return list(self.forward.graph.output_node().args[0])[self.outputs :]  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """How a local value lies in memory: a trace holds views that depend on it."""
+
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> "Place":
+        return cls(tuple(x.shape), tuple(x.stride()), x.dtype)
+
+    @classmethod
+    def contiguous(cls, t: Type, mesh: Mesh) -> "Place":
+        return cls.of(torch.empty(t.local_shape(mesh), dtype=t.dtype, device="meta"))
+
+    def fake(self, device: str) -> torch.Tensor:
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+def trace_local(fn: Callable[..., list[torch.Tensor]], places: Sequence[Place], device: str, name: str) -> Func:
+    """Traces a function of local values, given how its arguments lie in memory."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        fakes = [p.fake(device) for p in places]
+        gm = make_fx(fn)(*fakes)
+    cleanup(gm.graph)
+    return Func(name, gm.graph, _constants(gm))
+
+
+def _constants(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
+    return {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
+
+
+def linearize(
+    local: LocalFn,
+    places: Sequence[Place],
+    needs: Sequence[bool],
+    cts: Sequence[bool],
+    device: str,
+    name: str,
+    remat: str = "none",
+) -> LocalUnit:
+    """The forward and the backward of a local unit.
+
+    Args:
+        local: the function of local inputs.
+        places: how its inputs lie in memory. Cotangents come in contiguous.
+        needs: which inputs need a cotangent.
+        cts: which outputs have one.
+        device: device type to trace for.
+        name: of the functions.
+        remat: `none` saves what the backward uses (views are made anew); `full` saves the inputs alone and computes
+            the forward again.
+    """
+    diff = [i for i, need in enumerate(needs) if need]
+    with_ct = [i for i, c in enumerate(cts) if c]
+    n_in = len(places)
+
+    def joint(*flat: torch.Tensor) -> list[torch.Tensor]:
+        primals, given = list(flat[:n_in]), flat[n_in:]
+
+        def f(*inner: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], list[torch.Tensor]]:
+            full = list(primals)
+            for i, x in zip(diff, inner, strict=True):
+                full[i] = x
+            outs = local(*full)
+            return tuple(outs[i] for i in with_ct), outs
+
+        _, pull, outs = torch.func.vjp(f, *(primals[i] for i in diff), has_aux=True)
+        return [*outs, *pull(tuple(given))]
+
+    # Cotangents of one type may come in any strides; those of the outputs are what the later units most likely give.
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        outs = local(*(p.fake(device) for p in places))
+    cts_in = [Place.of(torch.empty(outs[i].shape, dtype=outs[i].dtype, device="meta")) for i in with_ct]
+    whole = trace_local(joint, [*places, *cts_in], device, name)
+    return _cut(whole, n_in, len(outs), diff, with_ct, remat)
+
+
+_VIEWS = {
+    getattr(torch.ops.aten, name)
+    for name in ("view", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice", "select", "alias", "detach")
+}
+
+
+def _is_view(n: fx.Node) -> bool:
+    return getattr(n.target, "overloadpacket", None) in _VIEWS
+
+
+def _cut(whole: Func, n_in: int, n_out: int, diff: list[int], with_ct: list[int], remat: str) -> LocalUnit:
+    nodes = list(whole.graph.nodes)
+    order = {n: k for k, n in enumerate(nodes)}
+    placeholders = [n for n in nodes if n.op == "placeholder"]
+    primals, ct_nodes = placeholders[:n_in], placeholders[n_in:]
+    results = list(whole.graph.output_node().args[0])  # type: ignore[arg-type]
+    outs, grads = results[:n_out], results[n_out:]
+    forward = _ancestors(outs) - set(placeholders)
+    # An operator with several results is saved by those of its results that the backward uses.
+    forward |= {n for n in nodes if n.target is operator.getitem and n.args[0] in forward}
+
+    # What the backward takes from the forward: saved, or computed again.
+    saved: dict[fx.Node, None] = {}
+    again: set[fx.Node] = set()
+
+    def need(n: fx.Node) -> None:
+        if n.op == "placeholder" or n in again or n in saved:
+            return
+        if n.op == "get_attr" or _is_view(n) or remat == "full":
+            again.add(n)
+            for a in n.all_input_nodes:
+                need(a)
+        else:
+            saved[n] = None
+
+    backward = [n for n in nodes if n in _ancestors(grads) and n not in forward and n.op not in ("placeholder", "output")]
+    for n in backward:
+        for a in n.all_input_nodes:
+            if a in forward:
+                need(a)
+    for g in grads:
+        if g in forward:
+            need(g)
+    fwd = fx.Graph()
+    copied: dict[fx.Node, fx.Node] = {}
+    for p in primals:
+        copied[p] = _placeholder(fwd, p)
+    for n in nodes:
+        if n in forward:
+            copied[n] = fwd.node_copy(n, lambda x: copied[x])
+    fwd.output([copied[o] for o in outs] + [copied[s] for s in saved])
+
+    bwd = fx.Graph()
+    inside: dict[fx.Node, fx.Node] = {}
+    used = {a for n in (*backward, *again) for a in n.all_input_nodes} | set(grads)
+    keeps = tuple(i for i, p in enumerate(primals) if p in used)
+    for n in (*(primals[i] for i in keeps), *saved, *ct_nodes):
+        inside[n] = _placeholder(bwd, n)
+    for n in sorted({*again, *backward}, key=lambda n: order[n]):
+        if n not in inside:
+            inside[n] = bwd.node_copy(n, lambda x: inside[x])
+    bwd.output([inside[g] for g in grads])
+
+    def constants(graph: fx.Graph) -> dict[str, torch.Tensor]:
+        return {n.target: whole.constants[n.target] for n in graph.nodes if n.op == "get_attr"}
+
+    return LocalUnit(
+        Func(f"{whole.name}.forward", fwd, constants(fwd)),
+        n_out,
+        Func(f"{whole.name}.backward", bwd, constants(bwd)),
+        keeps,
+        tuple(with_ct),
+        tuple(diff),
+    )
+
+
+def _placeholder(graph: fx.Graph, n: fx.Node) -> fx.Node:
+    p = graph.placeholder(n.name)
+    p.meta = dict(n.meta)
+    return p
+
+
+def _ancestors(roots: Sequence[fx.Node]) -> set[fx.Node]:
+    seen: set[fx.Node] = set()
+    stack = list(roots)
+    while stack:
+        n = stack.pop()
+        if n not in seen:
+            seen.add(n)
+            stack.extend(n.all_input_nodes)
+    return seen

@@ -1,0 +1,87 @@
+"""Partitioning: from a plan to the function of one rank, which applies typed collectives to local values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..rules import Local
+from ..spec import Type
+from .propagate import OpStep, Plan, Root, SubStep
+from .reshard import Step, steps, take
+
+LocalFn = Callable[..., list[torch.Tensor]]
+
+
+def partition(plan: Plan) -> LocalFn:
+    """The local program of a unit: a function of local inputs, differentiable, that applies collectives.
+
+    Each value is converted at its use; conversions are shared by all uses that begin with the same steps, so that a
+    value pays each collective once, forward and backward.
+    """
+
+    def local(*inputs: torch.Tensor) -> list[torch.Tensor]:
+        env: dict[Root, torch.Tensor] = dict(zip(plan.inputs, inputs, strict=True))
+        converted: dict[tuple[Root, tuple[Step, ...]], torch.Tensor] = {}
+
+        def get(root: Root, want: Type) -> torch.Tensor:
+            x, done = env[root], ()
+            for step in steps(plan.types[root], want, plan.mesh):
+                done = (*done, step)
+                if (root, done) not in converted:
+                    converted[root, done] = take(x, step, plan.mesh)
+                x = converted[root, done]
+            return x
+
+        for n in plan.unit.graph.nodes:
+            if n.op == "get_attr":
+                env[n, 0] = plan.unit.constants[n.target]
+            elif n in plan.steps:
+                step = plan.steps[n]
+                if isinstance(step, SubStep):
+                    out: Any = partition(step.plan)(*(env[r] for r in step.operands))
+                else:
+                    out = _compute(step, plan, [get(r, t) for r, t in step.operands])
+                for i, x in enumerate(out if isinstance(out, (list, tuple)) else [out]):
+                    env[n, i] = x
+        return [get(r, t) for r, t in plan.outputs]
+
+    return local
+
+
+_NEUTRAL = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}
+
+
+def _compute(step: OpStep, plan: Plan, tensors: list[torch.Tensor]) -> Any:
+    s, mesh = step.sharding, plan.mesh
+    local = Local(step.call, s, step.solution, mesh, step.results)
+    kept = {f for factors in s.results for dim in factors for f in dim}
+    for f, axes in step.solution.factor_axes.items():
+        if f in s.lower:
+            return s.lower[f](local, tensors)
+        if f in kept or s.sizes[f] % mesh.count(axes) == 0:
+            continue
+        # Padding takes no part in a reduction.
+        neutral = _NEUTRAL[s.reduced.get(f, "sum")]
+        for i, factors in enumerate(s.operands):
+            if (f,) in factors and i not in s.ignored:
+                tensors[i] = fill_padding(tensors[i], factors.index((f,)), local, f, neutral)
+    out = local.run(tensors)
+    for f, kind in s.reduced.items():
+        if f in step.solution.factor_axes and f not in kept and kind != "sum":
+            out = _extreme(out, kind, step.solution.factor_axes[f], plan)
+    return out
+
+
+def fill_padding(x: torch.Tensor, dim: int, local: Local, factor: str, value: float) -> torch.Tensor:
+    """`x` with the padding of one dim set to a value."""
+    _, true = local.positions(factor, x.device)
+    mask = true.view([-1 if i == dim else 1 for i in range(x.ndim)])
+    return torch.where(mask, x, torch.full((), value, dtype=x.dtype, device=x.device))
+
+
+def _extreme(x: torch.Tensor, kind: str, axes: tuple[str, ...], plan: Plan) -> torch.Tensor:
+    from ..collectives import pmax
+
+    n = plan.mesh.count(axes)
+    return pmax(x, axes, n) if kind == "max" else -pmax(-x, axes, n)

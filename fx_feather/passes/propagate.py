@@ -1,0 +1,359 @@
+"""Propagation: every value of a global unit gets a type; what does not fit is an error here, at the user's own line."""
+
+import dataclasses
+import functools as ft
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..errors import AmbiguousError, RuleError, ShapeError, fail, raise_all
+from ..layout import Layout, undivided
+from ..mesh import Mesh
+from ..rules import Conflict, OpCall, Operand, Rule, Sharding, Solution, lookup, solve
+from ..rules.rule import fill
+from ..spec import Type
+from ..trace import Aval, Unit, trace_unit, user_line
+
+#: A value of a unit: the node that makes it, and which of its results it is.
+Root = tuple[fx.Node, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """A value as the operators after it see it.
+
+    `root` makes it and has a type of its own; `logical` is the type that a `constrain` has given it since. The
+    conversion between the two is left to each use, which knows best where it should lead.
+    """
+
+    root: Root
+    logical: Type
+
+
+@dataclasses.dataclass
+class OpStep:
+    """One operator of the local program: what its operands are converted to and what comes out."""
+
+    call: OpCall
+    sharding: Sharding
+    solution: Solution
+    operands: list[tuple[Root, Type]]
+    results: tuple[Type, ...]
+
+
+@dataclasses.dataclass
+class SubStep:
+    """An operator replaced by its decomposition, or by a manual region: a plan of its own."""
+
+    plan: "Plan"
+    operands: list[Root]
+
+
+@dataclasses.dataclass
+class Plan:
+    """A unit with a type for every value; `partition` turns it into the program of one rank."""
+
+    unit: Unit
+    mesh: Mesh
+    inputs: list[Root]
+    types: dict[Root, Type]
+    steps: dict[fx.Node, OpStep | SubStep]
+    outputs: list[tuple[Root, Type]]
+
+    @property
+    def in_types(self) -> list[Type]:
+        return [self.types[r] for r in self.inputs]
+
+    @property
+    def out_types(self) -> list[Type]:
+        return [t for _, t in self.outputs]
+
+    def uses(self, root: Root) -> Iterator[Type]:
+        """The types that the uses of a value ask for."""
+        for step in self.steps.values():
+            if isinstance(step, OpStep):
+                yield from (t for r, t in step.operands if r == root)
+            else:
+                for inner, r in zip(step.plan.inputs, step.operands, strict=True):
+                    if r == root:
+                        yield from step.plan.uses(inner)
+        yield from (t for r, t in self.outputs if r == root)
+
+    def assume(self, root: Root, t: Type) -> None:
+        """Lets a value that comes from outside come in as `t`; its uses convert from there."""
+        self.types[root] = t
+        for step in self.steps.values():
+            if isinstance(step, SubStep):
+                for inner, r in zip(step.plan.inputs, step.operands, strict=True):
+                    if r == root:
+                        step.plan.assume(inner, t)
+
+    def hoist(self, i: int, compute: Type) -> None:
+        """Moves the conversion of input `i` out of the unit as far as all of its uses agree.
+
+        A parameter then comes in as it is used: gathered, and R on the axes on which every use varies. What makes it
+        so happens outside, once for all parameters of the unit.
+        """
+        wanted = list(self.uses(self.inputs[i]))
+        varying = ft.reduce(frozenset.intersection, (t.replicated for t in wanted)) if wanted else frozenset()
+        self.assume(self.inputs[i], compute.with_(replicated=varying - compute.sharded))
+
+
+def propagate(
+    unit: Unit,
+    in_types: Sequence[Type],
+    mesh: Mesh,
+    layout: Layout,
+    logical: Sequence[Type | None] | None = None,
+    where: fx.Node | None = None,
+) -> Plan:
+    """Gives every value of `unit` a type.
+
+    Args:
+        unit: a graph of whole tensors.
+        in_types: types of its inputs, as they come in.
+        mesh: the ranks.
+        layout: what `constrain` means.
+        logical: for inputs that count as having another type than they come in with, that type (a parameter rests
+            more split than it is used).
+        where: the node whose decomposition this is; its source line is shown in errors.
+
+    Raises:
+        AmbiguousError: operands that do not fit together, with the `constrain` calls that settle it.
+        RuleError: an operator without a rule on a split operand.
+        ShapeError: a `constrain` whose dims the mesh does not divide.
+    """
+    plan = Plan(unit, mesh, [], {}, {}, [])
+    env: dict[fx.Node, Value | list[Value]] = {}
+    given = iter(zip(in_types, logical or [None] * len(in_types), strict=True))
+
+    def new(root: Root, t: Type, seen: Type | None = None) -> Value:
+        plan.types[root] = t
+        return Value(root, t if seen is None else seen)
+
+    for n in unit.graph.nodes:
+        match n.op:
+            case "placeholder":
+                t, seen = next(given)
+                env[n] = new((n, 0), t, seen)
+                plan.inputs.append((n, 0))
+            case "get_attr":
+                env[n] = new((n, 0), Type.whole(unit.constants[n.target]))
+            case "output":
+                for o in n.args[0]:
+                    v = env[o]
+                    assert isinstance(v, Value)
+                    plan.outputs.append((v.root, v.logical))
+            case _ if n.target is operator.getitem:
+                source = env[n.args[0]]
+                assert isinstance(source, list)
+                env[n] = source[n.args[1]]
+            case _ if n.target is torch.ops.fx_feather.constrain.default:
+                env[n] = _constrain(n, env[n.args[0]], mesh, layout)
+            case _:
+                env[n] = _operator(plan, n, env, layout, where)
+    return plan
+
+
+def _constrain(n: fx.Node, v: Any, mesh: Mesh, layout: Layout) -> Value:
+    names = tuple(n.args[1].split())
+    t = Type(v.logical.dtype, v.logical.shape, layout.value_dims(names), names=names)
+    raise_all(ShapeError, undivided(t, mesh, f"constrain(x, {n.args[1]!r}) at {user_line(n)}"))
+    return Value(v.root, t)
+
+
+def op_call(n: fx.Node) -> tuple[OpCall, list[fx.Node]]:
+    """The call that a node makes, and the nodes of its tensor operands."""
+    nodes: list[fx.Node] = []
+
+    def operand(x: Any) -> Any:
+        if isinstance(x, fx.Node):
+            nodes.append(x)
+            val = x.meta["val"]
+            return Operand(len(nodes) - 1, tuple(val.shape), val.dtype)
+        if isinstance(x, (list, tuple)):
+            return [operand(y) for y in x] if isinstance(x, list) else tuple(operand(y) for y in x)
+        return x
+
+    args = tuple(operand(a) for a in n.args)
+    kwargs = {k: operand(v) for k, v in n.kwargs.items()}
+    found: list[Operand] = []
+
+    def collect(x: Any) -> None:
+        if isinstance(x, Operand):
+            found.append(x)
+        elif isinstance(x, (list, tuple)):
+            for y in x:
+                collect(y)
+
+    for a in (*args, *kwargs.values()):
+        collect(a)
+    val = n.meta["val"]
+    outs = [v for v in (val if isinstance(val, (list, tuple)) else [val]) if v is not None]
+    results = tuple(Operand(i, tuple(v.shape), v.dtype) for i, v in enumerate(outs))
+    return OpCall(n.target, args, kwargs, tuple(found), results), nodes
+
+
+def _operator(plan: Plan, n: fx.Node, env: dict[fx.Node, Any], layout: Layout, where: fx.Node | None) -> Any:
+    call, nodes = op_call(n)
+    values: list[Value] = [env[a] for a in nodes]
+    types = [v.logical for v in values]
+    rule = lookup(call)
+    if rule is None:
+        rule = _unruled(n, call, types, plan.mesh, where)
+    sharding = rule.shard(call)
+    try:
+        solution = solve(sharding, types, plan.mesh)
+    except Conflict as c:
+        if c.kind == "whole" and rule.decompose is not None:
+            return _decomposed(plan, n, call, values, rule, layout, where)
+        _ambiguous(n, call, nodes, sharding, types, c, plan.mesh, layout, where)
+    names = _names(sharding, types)
+    results = tuple(
+        t.with_(dtype=o.dtype, shape=o.shape, names=tuple(names.get(d[0], "_") if d else "_" for d in factors))
+        for t, o, factors in zip(solution.results, call.outs, sharding.results, strict=True)
+    )
+    step = OpStep(call, sharding, solution, [], results)
+    step.operands = [(v.root, t) for v, t in zip(values, solution.targets, strict=True)]
+    plan.steps[n] = step
+    return _results(plan, n, list(results))
+
+
+def _results(plan: Plan, n: fx.Node, types: list[Type]) -> Any:
+    out = []
+    for i, t in enumerate(types):
+        plan.types[n, i] = t
+        out.append(Value((n, i), t))
+    return out if isinstance(n.meta["val"], (list, tuple)) else out[0]
+
+
+def _names(s: Sharding, types: Sequence[Type]) -> dict[str, str]:
+    """Dim names by factor, as far as the operands have any."""
+    out: dict[str, str] = {}
+    for factors, t in zip(s.operands, types, strict=True):
+        for dim, name in zip(factors, t.names or (), strict=False):
+            if len(dim) == 1 and name != "_":
+                out.setdefault(dim[0], name)
+    return out
+
+
+def _decomposed(
+    plan: Plan, n: fx.Node, call: OpCall, values: list[Value], rule: Rule, layout: Layout, where: fx.Node | None
+) -> Any:
+    assert rule.decompose is not None
+    decompose = rule.decompose
+
+    def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        out = decompose(*fill(call.args, tensors), **fill(dict(call.kwargs), tensors))
+        return list(out) if isinstance(out, (list, tuple)) else [out]
+
+    unit = trace_unit(flat, [Aval.of(a.meta["val"]) for a in op_call(n)[1]], str(n.target))
+    inner = propagate(
+        unit, [plan.types[v.root] for v in values], plan.mesh, layout, [v.logical for v in values], where or n
+    )
+    plan.steps[n] = SubStep(inner, [v.root for v in values])
+    return _results(plan, n, inner.out_types)
+
+
+def _unruled(n: fx.Node, call: OpCall, types: list[Type], mesh: Mesh, where: fx.Node | None) -> Rule:
+    """An operator without a rule may take whole values, and computes the same on every rank."""
+    if any(t.sharded for t in types):
+        listing = "\n".join(f"operand {i}: {t} {_named(t)}" for i, t in enumerate(types))
+        name = str(getattr(n.target, "name", lambda: n.target)())
+        letters = "abcdefghijkl"
+        pattern = ", ".join(" ".join("!" + letters[d] for d in range(len(t.shape))) for t in types)
+        in_place = name.partition(".")[0].endswith("_") and not name.partition(".")[0].endswith("__")
+        fail(
+            RuleError,
+            call=f"{name} at {user_line(where or n)}",
+            got=f"{listing}\non {mesh!r}",
+            number="it changes its operand in place" if in_place else "no rule says how this operator is split",
+            rule="a model is a pure function: it makes new values" if in_place else "an operator without a rule takes whole operands only",
+            fix=f"write the operator without the trailing underscore ({name.partition('.')[0].rstrip('_')})"
+            if in_place
+            else f'ff.rule("{name}", "{pattern} -> ...") with ! taken off the dims that may be split',
+        )
+    operands = tuple(tuple((f"{i}.{d}",) for d in range(len(t.shape))) for i, t in enumerate(types))
+    results = tuple(tuple((f"out{i}.{d}",) for d in range(o.ndim)) for i, o in enumerate(call.outs))
+    sizes = {f[0]: n for dims, t in zip(operands, types, strict=True) for f, n in zip(dims, t.shape, strict=True)}
+    sizes |= {f[0]: n for dims, o in zip(results, call.outs, strict=True) for f, n in zip(dims, o.shape, strict=True)}
+    return Rule(lambda _: Sharding(operands, results, sizes, whole=frozenset(sizes)))
+
+
+def _named(t: Type) -> str:
+    return f"({' '.join(t.names)})" if t.names else ""
+
+
+def _ambiguous(
+    n: fx.Node,
+    call: OpCall,
+    nodes: list[fx.Node],
+    sharding: Sharding,
+    types: list[Type],
+    conflict: Conflict,
+    mesh: Mesh,
+    layout: Layout,
+    where: fx.Node | None,
+) -> Any:
+    listing = "\n".join(f"{a.name}: {t} {_named(t)}" for a, t in zip(nodes, types, strict=True))
+    tried = []
+    for i in sorted(set(conflict.operands)):
+        for names in _candidates(types[i], conflict.axis, layout):
+            trial = list(types)
+            trial[i] = types[i].with_(dims=layout.value_dims(names), partial=frozenset(), replicated=frozenset())
+            if undivided(trial[i].with_(names=names), mesh, ""):
+                continue
+            try:
+                solve(sharding, trial, mesh)
+            except Conflict:
+                continue
+            tried.append(f'{nodes[i].name} = ff.constrain({nodes[i].name}, "{" ".join(names)}")')
+    fixes = "\nor ".join(dict.fromkeys(tried)) or "split fewer of these dims in the layout: no single constrain settles it"
+    fail(
+        AmbiguousError,
+        call=f"{n.target} at {user_line(where or n)}",
+        got=f"{listing}\non {mesh!r}",
+        number=conflict.detail,
+        rule=_REASONS[conflict.kind],
+        fix=f"{fixes}\n(each was tried)" if tried else fixes,
+    )
+
+
+_REASONS = {
+    "axis": "an axis splits one factor of an operator; which operand should be gathered is for the model to say",
+    "order": "a factor is split by the same axes in the same order in all operands",
+    "whole": "the operator needs this dim whole on each rank",
+    "divide": "a dim that is regrouped is split into equal parts",
+    "merge": "of a merged dim only the major part can be split: ranks would hold strided pieces otherwise",
+}
+
+
+def _candidates(t: Type, axis: str, layout: Layout) -> Iterator[tuple[str, ...]]:
+    """Dim names for a value that leave it split as it is, but for one axis."""
+    names = []
+    for d, axes in enumerate(t.dims):
+        want = tuple(a for a in axes if a != axis)
+        own = t.names[d] if t.names else "_"
+        options = [own, *layout.compute, "_"] if axes == want else [*layout.compute, "_"]
+        names.append(next((o for o in options if layout.value_dims((o,)) == (want,)), "_"))
+    if sum(1 for x in names if x != "_") == len({x for x in names if x != "_"}):
+        yield tuple(names)
+
+
+def describe(plan: Plan) -> str:
+    """The plan as text: each operator with the types of its operands and results."""
+    lines = [f"{plan.unit.name}({', '.join(t.show(True) for t in plan.in_types)})"]
+    for n, step in plan.steps.items():
+        if isinstance(step, OpStep):
+            args = ", ".join(
+                (f"{plan.types[r].show(True)} => " if plan.types[r] != t else "") + t.show(True) for r, t in step.operands
+            )
+            lines.append(f"  {n.name} = {n.target}({args}) -> {', '.join(t.show(True) for t in step.results)}")
+        else:
+            lines.append(f"  {n.name} = {n.target} decomposed:")
+            lines += ["    " + line for line in describe(step.plan).splitlines()]
+    return "\n".join(lines)
+

@@ -1,0 +1,310 @@
+"""Stitching: local units, conversions of parameters and reductions of gradients, strung together to one program."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..layout import Layout, ParamTypes
+from ..mesh import Mesh
+from ..program import Func, Instr, Section
+from ..spec import Type
+from ..trace import Call, GlobalProgram
+from .differentiate import LocalUnit, Place, linearize, trace_local
+from .partition import partition
+from .propagate import Plan, propagate
+from .reshard import convert_all, steps
+
+Typed = tuple[int, Type]
+
+
+@dataclasses.dataclass
+class Funcs:
+    """Local functions made so far, by what they do: each distinct one is planned and traced once."""
+
+    mesh: Mesh
+    layout: Layout
+    device: str
+    remat: str = "none"
+    plans: dict[Any, Plan] = dataclasses.field(default_factory=dict)
+    units: dict[Any, LocalUnit] = dataclasses.field(default_factory=dict)
+    others: dict[Any, Func] = dataclasses.field(default_factory=dict)
+
+    def plan(self, program: GlobalProgram, unit: int, types: Sequence[Type], params: Sequence[Type | None]) -> Plan:
+        """The plan of a unit; `params` gives for each input that is a parameter its type in use."""
+        key = (id(program), unit, tuple(types), tuple(params))
+        if key not in self.plans:
+            plan = propagate(program.units[unit], types, self.mesh, self.layout, params)
+            for i, compute in enumerate(params):
+                if compute is not None:
+                    plan.hoist(i, compute)
+            self.plans[key] = plan
+        return self.plans[key]
+
+    def unit(self, plan: Plan, places: Sequence[Place], needs: Sequence[bool], cts: Sequence[bool]) -> LocalUnit:
+        """Forward and, if anything needs it, backward of a plan."""
+        key = (id(plan), tuple(places), tuple(needs), tuple(cts))
+        if key not in self.units:
+            local, name = partition(plan), plan.unit.name
+            if any(needs) and any(cts):
+                self.units[key] = linearize(local, places, needs, cts, self.device, name, self.remat)
+            else:
+                self.units[key] = LocalUnit(trace_local(local, places, self.device, name), len(plan.out_types))
+        return self.units[key]
+
+    def conversion(self, pairs: Sequence[tuple[Type, Type]], places: Sequence[Place], name: str) -> Func:
+        """Many conversions at once, with a change of dtype first: what travels is what is asked for."""
+
+        def convert(*xs: torch.Tensor) -> list[torch.Tensor]:
+            cast = [x.to(dst.dtype) for x, (_, dst) in zip(xs, pairs, strict=True)]
+            return convert_all(cast, pairs, self.mesh)
+
+        return self.small(convert, places, name, tuple(pairs))
+
+    def small(
+        self, fn: Callable[..., list[torch.Tensor]], places: Sequence[Place], name: str, key: Any = None
+    ) -> Func:
+        """A small local function, such as a sum of two cotangents; told apart by its name, arguments and `key`."""
+        known = (name, tuple(places), key)
+        if known not in self.others:
+            self.others[known] = trace_local(fn, places, self.device, name)
+        return self.others[known]
+
+
+def is_free(src: Type, dst: Type, mesh: Mesh) -> bool:
+    """Whether a conversion changes no local value: R and I look alike."""
+    return src.dtype == dst.dtype and all(s.name in ("pvary", "unvary") for s in steps(src, dst, mesh))
+
+
+class Stitcher:
+    """Builds one section after another, over one numbering of values."""
+
+    def __init__(self, funcs: Funcs):
+        self.funcs = funcs
+        self.mesh = funcs.mesh
+        self.types: dict[int, Type] = {}
+        self.places: dict[int, Place] = {}
+        self.instrs: list[Instr] = []
+
+    def new(self, t: Type, place: Place | None = None) -> int:
+        """A new value, contiguous unless its place is given."""
+        v = len(self.types)
+        self.types[v], self.places[v] = t, place or Place.contiguous(t, self.mesh)
+        return v
+
+    def like(self, values: Sequence[int]) -> list[int]:
+        """New values of the types and places of others: what another section gave comes in here."""
+        return [self.new(self.types[v], self.places[v]) for v in values]
+
+    def small(self, fn: Callable[..., list[torch.Tensor]], ins: Sequence[int], t: Type, name: str, key: Any = None) -> int:
+        """Emits a small function with one result."""
+        return self.emit(self.funcs.small(fn, [self.places[v] for v in ins], name, key), ins, [t])[0]
+
+    def contiguous(self, values: Sequence[int]) -> list[int]:
+        """The values, copied where they don't lie in memory in the order of their dims."""
+        return [
+            v
+            if self.places[v] == Place.contiguous(self.types[v], self.mesh)
+            else self.small(lambda x: [x.contiguous()], [v], self.types[v], "contiguous")
+            for v in values
+        ]
+
+    def emit(self, func: Func, ins: Sequence[int], types: Sequence[Type]) -> list[int]:
+        """Appends a call; the types are those of its results."""
+        nodes = func.graph.output_node().args[0]
+        outs = [self.new(t, Place.of(n.meta["val"])) for t, n in zip(types, nodes, strict=True)]  # type: ignore[arg-type, union-attr]
+        self.instrs.append(Instr(func, tuple(ins), tuple(outs)))
+        return outs
+
+    def section(self, name: str, inputs: Sequence[int], outputs: Sequence[int]) -> Section:
+        """What was built since the last section."""
+        out = Section(name, tuple(inputs), tuple(outputs), self.instrs, self.types)
+        self.instrs = []
+        return out
+
+    def convert(self, values: Sequence[int], wanted: Sequence[Type], name: str, bucket: int | None = None) -> list[int]:
+        """The values under other types; those that need communication travel in buckets of at most so many bytes."""
+        out = list(values)
+        todo: list[int] = []
+        for k, (v, dst) in enumerate(zip(values, wanted, strict=True)):
+            if is_free(self.types[v], dst, self.mesh):
+                if self.types[v] != dst:
+                    # The same local value under another name would be freed twice; the alias is a value of its own.
+                    out[k] = self._relabel(v, dst)
+            else:
+                todo.append(k)
+        for chunk in _buckets(todo, [self._bytes(v) for v in values], bucket):
+            pairs = [(self.types[values[k]], wanted[k]) for k in chunk]
+            func = self.funcs.conversion(pairs, [self.places[values[k]] for k in chunk], name)
+            for k, v in zip(
+                chunk, self.emit(func, [values[k] for k in chunk], [wanted[k] for k in chunk]), strict=True
+            ):
+                out[k] = v
+        return out
+
+    def _relabel(self, v: int, dst: Type) -> int:
+        return self.small(lambda x: [x], [v], dst, "relabel")
+
+    def _bytes(self, v: int) -> int:
+        t, n = self.types[v], 1
+        for s in t.local_shape(self.mesh):
+            n *= s
+        return n * t.dtype.itemsize
+
+    def forward(self, program: GlobalProgram, inputs: Sequence[int], params: dict[int, Type]) -> "Forward":
+        """Emits nothing yet: plans every call of a global program.
+
+        Args:
+            program: the global program.
+            inputs: this program's values for its inputs.
+            params: for inputs that are parameters (by position), the type in use.
+        """
+        types = {g: self.types[v] for g, v in zip(program.inputs, inputs, strict=True)}
+        in_use = {program.inputs[i]: t for i, t in params.items()}
+        plans = []
+        for call in program.calls:
+            plan = self.funcs.plan(program, call.unit, [types[a] for a in call.args], [in_use.get(a) for a in call.args])
+            types.update(zip(call.outs, plan.out_types, strict=True))
+            plans.append(plan)
+        return Forward(program, plans, dict(zip(program.inputs, inputs, strict=True)), in_use)
+
+    def run_forward(self, f: "Forward", needs: dict[int, bool], cts: set[int], which: Sequence[int] | None = None) -> None:
+        """Emits the calls of the forward, each after the conversion of its parameters.
+
+        Args:
+            f: the planned forward.
+            needs: global values that need a cotangent.
+            cts: global values that get one.
+            which: numbers of the calls to emit, in order; all by default.
+        """
+        for k in range(len(f.plans)) if which is None else which:
+            call, plan = f.program.calls[k], f.plans[k]
+            args = self._arguments(f, call, plan)
+            want = [needs.get(a, False) for a in call.args]
+            unit = self.funcs.unit(plan, [self.places[a] for a in args], want, [o in cts for o in call.outs])
+            saved_types = [Type.whole(n.meta["val"]) for n in unit.saved_nodes]
+            outs = self.emit(unit.forward, args, [*plan.out_types, *saved_types])
+            f.values.update(zip(call.outs, outs[: unit.outputs], strict=True))
+            f.records.append(Record(call, plan, unit, args, outs[unit.outputs :]))
+
+    def _arguments(self, f: "Forward", call: Call, plan: Plan, only: Sequence[int] | None = None) -> list[int]:
+        """The arguments of a call, or those at some positions; all parameters among them are gathered together."""
+        wanted = range(len(call.args)) if only is None else only
+        args = {i: f.values[call.args[i]] for i in wanted}
+        at = [i for i in wanted if call.args[i] in f.in_use]
+        gathered = self.convert([args[i] for i in at], [plan.in_types[i] for i in at], f"{plan.unit.name}.gather")
+        args.update(zip(at, gathered, strict=True))
+        return list(args.values())
+
+    def run_backward(
+        self, f: "Forward", seeds: dict[int, int], on_params: Callable[[str, list[tuple[int, int]]], None], reshard: bool
+    ) -> None:
+        """Emits the backward calls, last call first.
+
+        Args:
+            f: the forward, whose calls are emitted.
+            seeds: cotangents of global values, as values of this program.
+            on_params: called after each call with the unit's name and the (global value, cotangent) of each use of a
+                parameter in it.
+            reshard: parameters were freed after the forward and are gathered again (all but those of the last call).
+        """
+        cts = dict(seeds)
+        for k, r in enumerate(reversed(f.records)):
+            unit = r.unit
+            if unit.backward is None:
+                continue
+            again = reshard and k > 0
+            args = self._arguments(f, r.call, r.plan, unit.keeps) if again else [r.args[i] for i in unit.keeps]
+            given = self.contiguous([cts[r.call.outs[i]] for i in unit.cts])
+            types = [r.plan.in_types[i].cotangent() for i in unit.grads]
+            outs = self.emit(unit.backward, [*args, *r.saved, *given], types)
+            of_params = []
+            for i, ct in zip(unit.grads, outs, strict=True):
+                g = r.call.args[i]
+                if g in f.in_use:
+                    of_params.append((g, ct))
+                else:
+                    cts[g] = self.add(cts[g], ct) if g in cts else ct
+            on_params(r.plan.unit.name, of_params)
+
+    def add(self, a: int, b: int) -> int:
+        """The sum of two values of one type."""
+        return self.small(lambda x, y: [x + y], [a, b], self.types[a], "add")
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    """A forward call that was emitted: its converted arguments, and the values its backward needs."""
+
+    call: Call
+    plan: Plan
+    unit: LocalUnit
+    args: list[int]
+    saved: list[int]
+
+
+@dataclasses.dataclass
+class Forward:
+    """A planned forward: for each call its plan, and what its backward needs."""
+
+    program: GlobalProgram
+    plans: list[Plan]
+    values: dict[int, int]
+    in_use: dict[int, Type]
+    records: list[Record] = dataclasses.field(default_factory=list)
+
+    def out_types(self) -> list[Type]:
+        """Types of the program's outputs."""
+        known: dict[int, Type] = {}
+        for call, plan in zip(self.program.calls, self.plans, strict=True):
+            known.update(zip(call.outs, plan.out_types, strict=True))
+        return [known[o] for o in self.program.outputs]
+
+
+def needs_gradient(program: GlobalProgram, roots: set[int]) -> dict[int, bool]:
+    """Which global values depend on `roots` through floating point values."""
+    needs = {g: g in roots for g in program.inputs}
+    for call in program.calls:
+        unit = program.units[call.unit]
+        reached = {n: needs[a] for n, a in zip(unit.inputs, call.args, strict=True)}
+        for n in unit.graph.nodes:
+            if n.op == "call_function":
+                val = n.meta["val"]
+                floats = any(v is not None and v.is_floating_point() for v in (val if isinstance(val, (list, tuple)) else [val]))
+                reached[n] = floats and any(reached.get(a, False) for a in n.all_input_nodes)
+        needs.update({o: reached.get(n, False) for n, o in zip(unit.outputs, call.outs, strict=True)})
+    return needs
+
+
+def reached_by_cotangents(program: GlobalProgram, needs: dict[int, bool], seeds: set[int]) -> set[int]:
+    """The global values that get a cotangent when `seeds` have one."""
+    reached = set(seeds)
+    for call in reversed(program.calls):
+        if any(o in reached for o in call.outs):
+            reached.update(a for a in call.args if needs.get(a))
+    return reached
+
+
+def _buckets(items: list[int], sizes: list[int], limit: int | None) -> list[list[int]]:
+    if limit is None:
+        return [items] if items else []
+    out: list[list[int]] = []
+    filled = 0
+    for k in items:
+        if not out or filled + sizes[k] > limit:
+            out.append([])
+            filled = 0
+        out[-1].append(k)
+        filled += sizes[k]
+    return out
+
+
+def gradient_type(use: Type, types: ParamTypes, dtype: torch.dtype, partial: frozenset[str]) -> Type:
+    """The type in which the gradient of a parameter is accumulated over microbatches.
+
+    It is split as `store.grads` says; over the other axes on which it is still owed, it stays a pending sum, so that
+    it is reduced once a step and not once a microbatch.
+    """
+    split = types.grads.sharded
+    return use.with_(dtype=dtype, dims=types.grads.dims, partial=partial - split, replicated=frozenset())

@@ -1,0 +1,247 @@
+"""The sections of a training step: gradients of microbatches, their reduction, the check, and the update."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from .. import tree
+from ..layout import ParamTypes
+from ..optim import Transform, apply_updates, global_norm
+from ..program import Section
+from ..spec import Type
+from ..trace import Aval, GlobalProgram, block, trace
+from .order import by_output
+from .stitch import Stitcher, gradient_type, needs_gradient, reached_by_cotangents
+
+
+@dataclasses.dataclass
+class Parameters:
+    """The parameters of a program, leaf by leaf: their paths, and their types at rest and in use."""
+
+    paths: list[str]
+    treedef: Any
+    types: list[ParamTypes]
+    compute_dtype: torch.dtype | None
+    reduce_dtype: torch.dtype | None
+
+    def in_use(self) -> list[Type]:
+        """Types of the values that the model computes with."""
+        return [t.compute.with_(dtype=self._used(t.compute.dtype)) for t in self.types]
+
+    def at_rest(self) -> list[Type]:
+        return [t.store for t in self.types]
+
+    def reduced(self, i: int) -> torch.dtype:
+        """The dtype in which a gradient is reduced, accumulated and given to the optimizer."""
+        own = self.types[i].store.dtype
+        return self.reduce_dtype if self.reduce_dtype is not None and own.is_floating_point else own
+
+    def gradients(self) -> list[Type]:
+        """Types of the reduced gradients."""
+        return [t.opt.with_(dtype=self.reduced(i)) for i, t in enumerate(self.types)]
+
+    def _used(self, own: torch.dtype) -> torch.dtype:
+        return self.compute_dtype if self.compute_dtype is not None and own.is_floating_point else own
+
+
+@dataclasses.dataclass
+class Gradients:
+    """The sections that make gradients.
+
+    `first` takes parameters and a microbatch, and gives unreduced gradients and results; `following` takes also what
+    there is so far, and adds to it; `finish` reduces both.
+    """
+
+    first: Section
+    following: Section
+    finish: Section
+
+
+def resolved(t: Type) -> Type:
+    """The type with no pending sum, and the same everywhere where it is not split."""
+    return t.with_(partial=frozenset(), replicated=frozenset())
+
+
+def gradient_sections(
+    s: Stitcher, program: GlobalProgram, params: Parameters, batch: Sequence[Type], reshard: bool, bucket: int
+) -> Gradients:
+    """Builds the sections that make gradients.
+
+    Args:
+        s: where to build.
+        program: of `(params, batch) -> [sum, count, *aux]`.
+        params: the parameters.
+        batch: types of the leaves of a microbatch.
+        reshard: whether gathered parameters are freed after the forward.
+        bucket: bytes that travel together, at most, when gradients are reduced at the end of the step.
+    """
+    n = len(params.types)
+    wanted: list[Type] = []
+    results: list[Type] = []
+
+    def microbatch(name: str, before: Sequence[int] | None) -> Section:
+        at_rest = [s.new(t) for t in params.at_rest()]
+        data = [s.new(t) for t in batch]
+        f = s.forward(program, [*at_rest, *data], dict(enumerate(params.in_use())))
+        if not wanted:
+            varying: dict[int, frozenset[str]] = {g: frozenset() for g in program.inputs[:n]}
+            for call, plan in zip(program.calls, f.plans, strict=True):
+                for g, t in zip(call.args, plan.in_types, strict=True):
+                    if g in varying:
+                        varying[g] |= t.replicated
+            for i, (g, use) in enumerate(zip(program.inputs, params.in_use(), strict=False)):
+                wanted.append(gradient_type(use, params.types[i], params.reduced(i), varying[g]))
+            results.extend(f.out_types())
+        so_far = s.like(before or ())
+        sums = dict(zip(program.inputs[:n], so_far, strict=False))
+        needs = needs_gradient(program, set(program.inputs[:n]))
+        loss = program.outputs[0]
+        s.run_forward(f, needs, reached_by_cotangents(program, needs, {loss}))
+        position = {g: i for i, g in enumerate(program.inputs[:n])}
+
+        def collect(unit: str, cotangents: list[tuple[int, int]]) -> None:
+            targets = [wanted[position[g]] for g, _ in cotangents]
+            for (g, _), v in zip(cotangents, s.convert([v for _, v in cotangents], targets, f"{unit}.reduce"), strict=True):
+                sums[g] = s.add(sums[g], v) if g in sums else v
+
+        seed_type = results[0].cotangent()
+        seed = s.small(lambda: [torch.ones((), dtype=seed_type.dtype, device=s.funcs.device)], [], seed_type, "seed", seed_type)
+        s.run_backward(f, {loss: seed}, collect, reshard)
+        grads = [sums[g] if g in sums else _zeros(s, wanted[i]) for i, g in enumerate(program.inputs[:n])]
+        outs = [f.values[o] for o in program.outputs]
+        if before is not None:
+            outs = [s.add(a, b) for a, b in zip(so_far[n:], outs, strict=True)]
+        return s.section(name, [*at_rest, *data, *so_far], [*grads, *outs])
+
+    first = microbatch("first", None)
+    following = microbatch("following", first.outputs)
+    unreduced = s.like(first.outputs)
+    # Last gradients first: they were there first.
+    reduced = s.convert(list(reversed(unreduced[:n])), list(reversed(params.gradients())), "reduce", bucket)
+    scalars = s.convert(unreduced[n:], [resolved(t) for t in results], "results")
+    finish = s.section("finish", unreduced, [*reversed(reduced), *scalars])
+    return Gradients(first, following, finish)
+
+
+def _zeros(s: Stitcher, t: Type) -> int:
+    shape = t.local_shape(s.mesh)
+    return s.small(lambda: [torch.zeros(shape, dtype=t.dtype, device=s.funcs.device)], [], t, "zeros", (shape, t.dtype))
+
+
+@dataclasses.dataclass
+class Updates:
+    """The sections that use gradients.
+
+    `init` gives the optimizer's state from the parameters; `check` gives the loss, the gradients' norm and what
+    `update` needs of both; `update` gives new parameters and state. The state's types and structure belong to it.
+    """
+
+    init: Section
+    check: Section
+    update: Section
+    state_types: list[Type]
+    state_tree: Any
+
+
+def _mean(g: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    return g / count.to(g.dtype)
+
+
+def optimizer_sections(
+    s: Stitcher, optimizer: Transform, params: Parameters, reduced: Sequence[int], bucket: int
+) -> Updates:
+    """Builds the optimizer's sections: its pure functions are traced and partitioned by the same rules as the model.
+
+    Args:
+        s: where to build.
+        optimizer: the (init, update) pair.
+        params: the parameters.
+        reduced: the reduced gradients, sum and count, as values of an earlier section.
+        bucket: bytes that travel together, at most, when updated parameters are gathered.
+    """
+    device, n = s.funcs.device, len(params.types)
+
+    def avals(types: Sequence[Type]) -> list[Aval]:
+        return [Aval(t.shape, t.dtype, device) for t in types]
+
+    def build(leaves: Sequence[Any]) -> Any:
+        return tree.unflatten(params.treedef, leaves)
+
+    at_rest = params.at_rest()
+    init_program = trace(optimizer.init, (build(avals(at_rest)),), "optimizer.init")
+    resting = [s.new(t) for t in at_rest]
+    f = s.forward(init_program, resting, dict(enumerate(t.opt for t in params.types)))
+    s.run_forward(f, {}, set())
+    state_types = [resolved(t) for t in f.out_types()]
+    state = s.convert([f.values[o] for o in init_program.outputs], state_types, "optimizer.init")
+    init = s.section("init", resting, s.contiguous(state))
+
+    def update(grads: Any, total: Any, count: Any, old: Any, values: Any) -> Any:
+        mean = block(_mean, name="mean")
+        grads = tree.map(lambda g: mean(g, count), grads)
+        norm = global_norm(grads)
+        updates, new = optimizer.update(grads, old, values)
+        return total / count, norm, apply_updates(values, updates), new
+
+    grad_types = params.gradients()
+    program = trace(
+        update,
+        (
+            build(avals(grad_types)),
+            *avals([s.types[v] for v in reduced[n:]]),
+            tree.unflatten(init_program.out_tree, avals(state_types)),
+            build(avals(at_rest)),
+        ),
+        "optimizer",
+    )
+    inputs = [*s.like(reduced), *(s.new(t) for t in (*state_types, *at_rest))]
+    f = s.forward(program, inputs, {})
+    early = by_output(program, program.outputs[:2])
+    s.run_forward(f, {}, set(), early)
+    loss, norm = s.convert(
+        [f.values[o] for o in program.outputs[:2]],
+        [resolved(s.types[f.values[o]]) for o in program.outputs[:2]],
+        "check",
+    )
+    late = by_output(program, program.outputs[2 : 2 + n], program.outputs[2 + n :], done=early)
+    made = {o for k in early for o in program.calls[k].outs}
+    carried = sorted({f.values[a] for k in late for a in program.calls[k].args if a in made})
+    # Gradients that the update takes as they came stay alive across the check.
+    taken = sorted({f.values[a] for k in late for a in program.calls[k].args if a in program.inputs})
+    check_inputs = inputs[: n + 2]
+    passed = [v for v in check_inputs if v in taken]
+    check = s.section("check", check_inputs, [loss, norm, *carried, *passed])
+    s.run_forward(f, {}, set(), late)
+    outs = [f.values[o] for o in program.outputs[2:]]
+    new_params = s.convert(outs[:n], at_rest, "store", bucket)
+    new_state = s.convert(outs[n:], state_types, "optimizer.state")
+    outs = s.contiguous([*new_params, *new_state])
+    section = s.section("update", [*carried, *passed, *inputs[n + 2 :]], outs)
+    return Updates(init, check, section, state_types, init_program.out_tree)
+
+
+def loss_function(loss_fn: Callable[..., Any]) -> Callable[..., list[torch.Tensor]]:
+    """The loss function with its results as one list, sum and count first, checked."""
+    from ..errors import ShapeError, fail
+
+    def wrapped(params: Any, batch: Any) -> list[torch.Tensor]:
+        out = loss_fn(params, batch)
+        good = isinstance(out, tuple) and len(out) in (2, 3)
+        scalars = good and all(isinstance(x, torch.Tensor) and x.ndim == 0 for x in out[:2])
+        if not scalars or not out[0].is_floating_point():
+            shown = [f"{type(x).__name__}{list(x.shape) if isinstance(x, torch.Tensor) else ''}" for x in out] if good else type(out).__name__
+            fail(
+                ShapeError,
+                call=f"{getattr(loss_fn, '__name__', 'loss_fn')}(params, batch)",
+                got=f"{shown}",
+                number="the result is not (sum, count) or (sum, count, aux) with 0-dim tensors sum (floating point) and count",
+                rule="a loss is a sum and the count that normalises it: a mean of means weighs tokens unequally",
+                fix="return nll.sum(), valid.sum()",
+            )
+        aux = tree.flatten(out[2])[0] if len(out) == 3 else []
+        wrapped.aux_tree = tree.structure(out[2]) if len(out) == 3 else None  # type: ignore[attr-defined]
+        return [out[0], out[1], *aux]
+
+    return wrapped

@@ -1,0 +1,154 @@
+"""The program of one rank: a list of calls of FX graphs over numbered values, whose collectives name mesh axes."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .collectives import COLLECTIVES
+from .mesh import Mesh
+from .spec import Type
+
+_BY_OP = {c.op: c for c in COLLECTIVES.values() if c.op is not None}
+_AXIS_INDEX = COLLECTIVES["axis_index"]
+
+
+@dataclasses.dataclass(eq=False)
+class Func:
+    """One local graph: its placeholders are local tensors, its output is a list of nodes.
+
+    Equal functions of a program are one object, so that whoever compiles them does so once.
+    """
+
+    name: str
+    graph: fx.Graph
+    constants: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    def collectives(self) -> Iterator["CollectiveNode"]:
+        """The collectives of this graph, in order, local data movements left out."""
+        for n in self.graph.nodes:
+            c = _BY_OP.get(n.target)
+            if c is not None and c.bytes(1 << 20, 2) > 0:
+                x = n.args[0].meta["val"]
+                yield CollectiveNode(c.name, tuple(n.args[1].split(",")), n.args[2], x.numel() * x.element_size(), x.dtype)
+
+    def text(self) -> str:
+        """The graph as text that is the same on every rank that runs the same program."""
+        number = {n: f"%{i}" for i, n in enumerate(self.graph.nodes)}
+
+        def show(x: Any) -> str:
+            if isinstance(x, fx.Node):
+                return number[x]
+            if isinstance(x, (list, tuple)):
+                return f"[{', '.join(map(show, x))}]"
+            return repr(x)
+
+        lines = []
+        for n in self.graph.nodes:
+            args = [show(a) for a in n.args] + [f"{k}={show(v)}" for k, v in n.kwargs.items()]
+            lines.append(f"  {number[n]}{_shape(n)} = {n.op if n.op != 'call_function' else n.target}({', '.join(args)})")
+        return "\n".join([f"{self.name}:", *lines])
+
+
+def _shape(n: fx.Node) -> str:
+    val = n.meta.get("val")
+    return f": {Type.whole(val)}" if isinstance(val, torch.Tensor) else ""
+
+
+@dataclasses.dataclass(frozen=True)
+class CollectiveNode:
+    """One collective of a program: its name, axes, ranks of a group, and what each rank puts in."""
+
+    name: str
+    axes: tuple[str, ...]
+    ranks: int
+    operand_bytes: int
+    dtype: torch.dtype
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that each rank sends in a ring."""
+        return COLLECTIVES[self.name].bytes(self.operand_bytes, self.ranks)
+
+    def __repr__(self) -> str:
+        return f"{self.name}@{','.join(self.axes)} {self.operand_bytes} B {str(self.dtype).removeprefix('torch.')}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Instr:
+    """One call of a function: numbers of the values it takes and makes, and of those that nobody needs after it."""
+
+    func: Func
+    ins: tuple[int, ...]
+    outs: tuple[int, ...]
+    free: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass
+class Section:
+    """A stretch of a program: values that come in, the calls, values that go out."""
+
+    name: str
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    instrs: list[Instr]
+    types: dict[int, Type]
+
+    def collectives(self) -> list[CollectiveNode]:
+        """All collectives of one run of this section, in order."""
+        return [c for i in self.instrs for c in i.func.collectives()]
+
+    def in_types(self) -> list[Type]:
+        return [self.types[v] for v in self.inputs]
+
+    def out_types(self) -> list[Type]:
+        return [self.types[v] for v in self.outputs]
+
+    def donate(self, kept: Sequence[int] = ()) -> None:
+        """Marks for every call the values that are not needed after it, so that their memory is free at once.
+
+        Inputs are freed too: whoever runs the section hands them over. `kept` names the values that stay.
+        """
+        live = {*self.outputs, *kept}
+        for k in range(len(self.instrs) - 1, -1, -1):
+            i = self.instrs[k]
+            dead = tuple(v for v in dict.fromkeys((*i.ins, *i.outs)) if v not in live)
+            self.instrs[k] = dataclasses.replace(i, free=dead)
+            live.update(dead)
+
+    def text(self) -> str:
+        """The calls with the types of their values."""
+        lines = [f"{self.name}({', '.join(f'%{v}: {self.types[v].show(True)}' for v in self.inputs)})"]
+        for i in self.instrs:
+            outs = ", ".join(f"%{v}" for v in i.outs)
+            lines.append(f"  {outs} = {i.func.name}({', '.join(f'%{v}' for v in i.ins)})")
+        lines.append(f"  return {', '.join(f'%{v}' for v in self.outputs)}")
+        return "\n".join(lines)
+
+
+@dataclasses.dataclass
+class Program:
+    """What one rank runs: sections of calls. It names mesh axes only, so it can be run, simulated or priced."""
+
+    mesh: Mesh
+    sections: dict[str, Section]
+
+    def funcs(self) -> list[Func]:
+        """Every distinct function, in order of first use."""
+        return list(dict.fromkeys(i.func for s in self.sections.values() for i in s.instrs))
+
+    def collectives(self, section: str | None = None) -> list[CollectiveNode]:
+        """The collectives of one run of each section, or of one section."""
+        chosen = self.sections.values() if section is None else [self.sections[section]]
+        return [c for s in chosen for c in s.collectives()]
+
+    def text(self) -> str:
+        """The whole program; equal for ranks that run the same."""
+        return "\n\n".join([repr(self.mesh), *(s.text() for s in self.sections.values()), *(f.text() for f in self.funcs())])
+
+    def fingerprint(self) -> str:
+        """A hash of the text, compared between ranks before the first run."""
+        return hashlib.sha256(self.text().encode()).hexdigest()

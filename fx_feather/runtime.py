@@ -1,0 +1,309 @@
+"""The runtime: binds mesh axes to process groups and runs a program as one rank of a `torch.distributed` world."""
+
+import contextlib
+import datetime
+import os
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import fx
+from torch.distributed.device_mesh import DeviceMesh
+
+from .collectives.primitive import COLLECTIVES, Collective
+from .errors import MeshError, RankError, fail
+from .mesh import Mesh
+from .program import Func, Section
+
+_BY_OP: dict[Any, Collective] = {c.op: c for c in COLLECTIVES.values() if c.op is not None}
+
+#: Seconds that a rank waits for the others in a collective; the environment variable FX_FEATHER_TIMEOUT sets another.
+TIMEOUT_S = 600.0
+
+
+def in_world() -> bool:
+    """Whether this process is one rank of several: `torch.distributed` runs, or torchrun started it."""
+    return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
+
+
+def _timeout() -> datetime.timedelta:
+    return datetime.timedelta(seconds=float(os.environ.get("FX_FEATHER_TIMEOUT", TIMEOUT_S)))
+
+
+_meshes: dict[tuple[Mesh, str], DeviceMesh] = {}
+_groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+
+
+class Runtime:
+    """One rank of a mesh: its process groups, one for each set of axes, and its device.
+
+    Raises:
+        MeshError: the world has another number of ranks than the mesh.
+    """
+
+    def __init__(self, mesh: Mesh, device: str):
+        self.mesh = mesh
+        self.rank = 0
+        self.device = torch.device(device)
+        if in_world() and not dist.is_initialized():
+            if device == "cuda":
+                torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+            dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_timeout())
+        world = dist.get_world_size() if dist.is_initialized() else 1
+        if world != mesh.size:
+            fail(
+                MeshError,
+                call=f"run on {mesh!r}",
+                got=f"{world} process{'es' if world > 1 else ''}",
+                number=f"the mesh has {mesh.size} ranks, the world has {world}",
+                rule="each rank of the mesh is one process",
+                fix=f"torchrun --nproc-per-node {mesh.size} script.py, or simulate(...) for all ranks in one process",
+            )
+        if dist.is_initialized():
+            self.rank = dist.get_rank()
+            if device == "cuda":
+                self.device = torch.device("cuda", torch.cuda.current_device())
+            if (mesh, device) not in _meshes and mesh.axes:
+                _meshes[mesh, device] = DeviceMesh(
+                    device, torch.arange(mesh.size).reshape(mesh.shape), mesh_dim_names=mesh.axes
+                )
+        self._bound: dict[Func, Callable[..., list[torch.Tensor]]] = {}
+
+    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+        """The process group over some axes: one for each set of axes, whatever the number of layers."""
+        if len(axes) == 1 and (self.mesh, self.device.type) in _meshes:
+            return _meshes[self.mesh, self.device.type].get_group(axes[0])
+        key = tuple(tuple(g) for g in self.mesh.groups(axes))
+        if key not in _groups:
+            # Every rank makes every group, in the same order, as torch.distributed asks.
+            made = [(g, dist.new_group(list(g), timeout=_timeout())) for g in key]
+            _groups[key] = next(p for g, p in made if self.rank in g)
+        return _groups[key]
+
+    def compare(self, fingerprint: str) -> None:
+        """Raises RankError when ranks are about to run different programs, which would hang without a word."""
+        if not dist.is_initialized() or self.mesh.size == 1:
+            return
+        everyone: list[Any] = [None] * self.mesh.size
+        with self._peers("comparing programs"):
+            dist.all_gather_object(everyone, fingerprint)
+        if len(set(everyone)) > 1:
+            fail(
+                RankError,
+                call=f"first run on {self.mesh!r}",
+                got="\n".join(f"rank {r}: program {f[:12]}" for r, f in enumerate(everyone)),
+                number=f"{len(set(everyone))} different programs",
+                rule="all ranks run one program: otherwise their collectives don't meet, and the run hangs",
+                fix="compile with the same model, layout, mesh and batch shapes on every rank",
+            )
+
+    def run(self, section: Section, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        """The outputs of a section on this rank."""
+        env = dict(zip(section.inputs, inputs, strict=True))
+        inputs.clear()
+        with torch.no_grad(), self._peers(f"section {section.name!r}"):
+            for i in section.instrs:
+                outs = self._callable(i.func)(*[env[v] for v in i.ins])
+                env.update(zip(i.outs, outs, strict=True))
+                del outs
+                for v in i.free:
+                    env.pop(v, None)
+        return [env[v] for v in section.outputs]
+
+    def item(self, x: torch.Tensor) -> Any:
+        """A number that is the same on every rank."""
+        return x.item()
+
+    def any(self, flags: Sequence[torch.Tensor]) -> list[bool]:
+        """For each flag whether it is set on some rank."""
+        flat = torch.stack([f.to(torch.int32) for f in flags])
+        if dist.is_initialized() and self.mesh.size > 1:
+            with self._peers("looking for the leaf that is not finite"):
+                dist.all_reduce(flat, op=dist.ReduceOp.MAX)
+        return [bool(f) for f in flat.tolist()]
+
+    def _callable(self, func: Func) -> Callable[..., list[torch.Tensor]]:
+        if func not in self._bound:
+            graph = fx.Graph()
+            graph.output(graph.graph_copy(func.graph, {}))
+            for n in graph.nodes:
+                if n.target in _BY_OP:
+                    n.target, n.args, n.kwargs = *self._bind(_BY_OP[n.target], n), {}
+            self._bound[func] = fx.GraphModule(func.constants, graph).forward
+        return self._bound[func]
+
+    def _bind(self, c: Collective, n: fx.Node) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:
+        at = 1 if c.before else 0
+        axes, count = tuple(n.args[at].split(",")), n.args[at + 1]
+        static = {**dict(zip(c.static, n.args[at + 2 :], strict=False)), **n.kwargs}
+        operand = n.args[:at]
+        index = self.mesh.index(self.rank, axes)
+        if count == 1:
+            return lambda *x: c.reference(list(x) or [torch.empty(0)], **static)[0].clone(), operand
+        group = self.group(axes) if c.bytes(1 << 20, 2) > 0 else None
+        run = _RUN[c.name](group, count, index, static, self.device)
+        run.__name__ = c.name
+        return run, operand
+
+    @contextlib.contextmanager
+    def _peers(self, doing: str) -> Iterator[None]:
+        """Turns the failure of another rank into a message that names this rank and what it was doing."""
+        try:
+            yield
+        except (RuntimeError, dist.DistError) as e:
+            text = str(e)
+            if isinstance(e, RankError) or not any(word in text for word in _PEER_WORDS):
+                raise
+            raise RankError(
+                f"rank {self.rank} of {self.mesh!r} lost another rank\n"
+                f"  got:     {text.splitlines()[0]}\n"
+                f"  problem: a collective of {doing} did not complete within {_timeout().total_seconds():g} s\n"
+                f"  rule:    all ranks take part in every collective; one that died or hangs stops the others\n"
+                f"  fix:     look at the first rank that failed; FX_FEATHER_TIMEOUT=seconds sets how long to wait"
+            ) from e
+
+
+_PEER_WORDS = (
+    "Connection closed", "Connection reset", "timed out", "Timed out", "timeout", "Timeout", "Broken pipe", "closed by peer",
+    "Connection refused", "NCCL error", "Socket", "remote process exited", "Application timeout",
+)
+
+
+def _psum(group: Any, n: int, index: int, static: dict[str, Any], device: torch.device) -> Callable[..., torch.Tensor]:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, group=group)
+        return out
+
+    return run
+
+
+def _pmax(group: Any, n: int, index: int, static: dict[str, Any], device: torch.device) -> Callable[..., torch.Tensor]:
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(out, op=dist.ReduceOp.MAX, group=group)
+        return out
+
+    return run
+
+
+def _all_gather(
+    group: Any, n: int, index: int, static: dict[str, Any], device: torch.device
+) -> Callable[..., torch.Tensor]:
+    dim = static["dim"]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        flat = x.new_empty((n, *x.shape))
+        dist.all_gather_into_tensor(flat.view(-1), x.contiguous().view(-1), group=group)
+        if dim == 0:
+            return flat.view(n * x.shape[0], *x.shape[1:])
+        shape = list(x.shape)
+        shape[dim] *= n
+        return flat.movedim(0, dim).reshape(shape)
+
+    return run
+
+
+def _reduce_scatter(
+    group: Any, n: int, index: int, static: dict[str, Any], device: torch.device
+) -> Callable[..., torch.Tensor]:
+    dim = static["dim"]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        shape = list(x.shape)
+        shape[dim] //= n
+        rows = x.view(*x.shape[:dim], n, *shape[dim:]) if x.is_contiguous() else x.unflatten(dim, (n, shape[dim]))
+        rows = rows.movedim(dim, 0).contiguous()
+        out = x.new_empty(shape)
+        dist.reduce_scatter_tensor(out.view(-1), rows.view(-1), group=group)
+        return out
+
+    return run
+
+
+def _all_to_all(
+    group: Any, n: int, index: int, static: dict[str, Any], device: torch.device
+) -> Callable[..., torch.Tensor]:
+    split, concat = static["split_dim"], static["concat_dim"]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        rows = torch.stack(x.chunk(n, split))
+        out = torch.empty_like(rows)
+        dist.all_to_all_single(out, rows, group=group)
+        return torch.cat(out.unbind(0), concat)
+
+    return run
+
+
+def _ppermute(
+    group: Any, n: int, index: int, static: dict[str, Any], device: torch.device
+) -> Callable[..., torch.Tensor]:
+    pairs = list(zip(static["perm"][::2], static["perm"][1::2], strict=True))
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        x, out = x.contiguous(), x.new_zeros(x.shape)
+        ops = []
+        for source, destination in pairs:
+            if source == destination == index:
+                out.copy_(x)
+            elif source == index:
+                ops.append(dist.P2POp(dist.isend, x, dist.get_global_rank(group, destination), group))
+            elif destination == index:
+                ops.append(dist.P2POp(dist.irecv, out, dist.get_global_rank(group, source), group))
+        for work in dist.batch_isend_irecv(ops) if ops else []:
+            work.wait()
+        return out
+
+    return run
+
+
+def _pscatter(
+    group: Any, n: int, index: int, static: dict[str, Any], device: torch.device
+) -> Callable[..., torch.Tensor]:
+    dim = static["dim"]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        size = x.shape[dim] // n
+        return x.narrow(dim, index * size, size).contiguous()
+
+    return run
+
+
+def _pad(group: Any, n: int, index: int, static: dict[str, Any], device: torch.device) -> Callable[..., torch.Tensor]:
+    dim = static["dim"]
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        shape = list(x.shape)
+        shape[dim] *= n
+        out = x.new_zeros(shape)
+        out.narrow(dim, index * x.shape[dim], x.shape[dim]).copy_(x)
+        return out
+
+    return run
+
+
+def _keep_first(
+    group: Any, n: int, index: int, static: dict[str, Any], device: torch.device
+) -> Callable[..., torch.Tensor]:
+    return (lambda x: x.clone()) if index == 0 else torch.zeros_like
+
+
+def _axis_index(
+    group: Any, n: int, index: int, static: dict[str, Any], device: torch.device
+) -> Callable[..., torch.Tensor]:
+    return lambda: torch.tensor(index, device=static.get("device") or device)
+
+
+_RUN: dict[str, Callable[..., Callable[..., torch.Tensor]]] = {
+    "psum": _psum,
+    "pmax": _pmax,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "ppermute": _ppermute,
+    "pscatter": _pscatter,
+    "pad": _pad,
+    "keep_first": _keep_first,
+    "axis_index": _axis_index,
+}

@@ -1,0 +1,78 @@
+"""Simulation: every rank of a mesh in this one process, in lockstep, without any process group."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .collectives import lockstep
+from .collectives.primitive import COLLECTIVES, Collective
+from .mesh import Mesh
+from .program import Func, Section
+
+Ranks = list[torch.Tensor]
+
+_BY_OP: dict[Any, Collective] = {c.op: c for c in COLLECTIVES.values() if c.op is not None}
+
+
+class Simulator:
+    """Runs sections of a program for all ranks at once: each value is a list with one tensor a rank."""
+
+    def __init__(self, mesh: Mesh):
+        self.mesh = mesh
+        self._plain: dict[Func, Callable[..., list[torch.Tensor]] | None] = {}
+
+    def run(self, section: Section, inputs: Sequence[Ranks]) -> list[Ranks]:
+        """The outputs of a section on all ranks."""
+        env = dict(zip(section.inputs, inputs, strict=True))
+        for i in section.instrs:
+            outs = self.call(i.func, [env[v] for v in i.ins])
+            env.update(zip(i.outs, outs, strict=True))
+            for v in i.free:
+                env.pop(v, None)
+        return [env[v] for v in section.outputs]
+
+    def call(self, func: Func, args: Sequence[Ranks]) -> list[Ranks]:
+        """One function on all ranks: rank by rank if it has no collective, else node by node."""
+        if func not in self._plain:
+            alone = not any(n.target in _BY_OP for n in func.graph.nodes)
+            self._plain[func] = fx.GraphModule(func.constants, func.graph).forward if alone else None
+        plain = self._plain[func]
+        if plain is not None:
+            per_rank = [plain(*(a[r] for a in args)) for r in range(self.mesh.size)]
+            return [list(values) for values in zip(*per_rank, strict=True)]
+        return self._lockstep(func, args)
+
+    def _lockstep(self, func: Func, args: Sequence[Ranks]) -> list[Ranks]:
+        env: dict[fx.Node, list[Any]] = {}
+        given = iter(args)
+        ranks = range(self.mesh.size)
+        for n in func.graph.nodes:
+            match n.op:
+                case "placeholder":
+                    env[n] = list(next(given))
+                case "get_attr":
+                    env[n] = [func.constants[n.target]] * self.mesh.size
+                case "output":
+                    return [env[o] for o in n.args[0]]
+                case _ if n.target in _BY_OP:
+                    env[n] = self._collective(_BY_OP[n.target], n, env)
+                case _:
+                    env[n] = [
+                        n.target(
+                            *fx.node.map_arg(n.args, lambda x, r=r: env[x][r]),
+                            **fx.node.map_arg(n.kwargs, lambda x, r=r: env[x][r]),
+                        )
+                        for r in ranks
+                    ]
+        raise AssertionError("a graph ends with its output")
+
+    def _collective(self, c: Collective, n: fx.Node, env: dict[fx.Node, list[Any]]) -> Ranks:
+        at = 1 if c.before else 0
+        axes = tuple(n.args[at].split(","))
+        static = {**dict(zip(c.static, n.args[at + 2 :], strict=False)), **n.kwargs}
+        if not c.before:
+            return [torch.tensor(self.mesh.index(r, axes), device=static.get("device")) for r in range(self.mesh.size)]
+        # References may hand one tensor to several ranks; a program never writes in place to what a collective gave.
+        return [x.contiguous() for x in lockstep(c.name, env[n.args[0]], self.mesh, axes, **static)]

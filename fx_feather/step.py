@@ -1,0 +1,294 @@
+"""Training steps: loss, gradients, clipping and update of one global batch as one program."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import tree
+from .compiled import BUCKET_BYTES, Common
+from .errors import NonFiniteError, OptimizerError, StateError, fail
+from .layout import Layout
+from .mesh import Mesh
+from .optim import Transform
+from .passes.stitch import Funcs, Stitcher
+from .passes.training import gradient_sections, loss_function, optimizer_sections
+from .program import CollectiveNode, Program, Section
+from .settings import check, is_count
+from .spec import Type
+
+Run = Callable[[Section, list[Any]], list[Any]]
+
+
+@dataclasses.dataclass
+class State:
+    """Parameters and optimizer state of a run, and the number of steps taken.
+
+    Attributes:
+        params: pytree of tensors, local parts in a run on several ranks, whole values otherwise.
+        opt: the optimizer's state, likewise.
+        step: steps taken so far.
+        whole: whether these are whole values.
+    """
+
+    params: Any
+    opt: Any
+    step: int
+    whole: bool
+
+    def take(self) -> None:
+        """Gives the values up: whoever took them holds them alone."""
+        self.params = self.opt = None
+
+    def check(self, call: str) -> None:
+        """Raises StateError if the values were given up."""
+        if self.params is None:
+            fail(
+                StateError,
+                call=call,
+                got=f"a state after step {self.step}",
+                number="this state was given to an earlier step already",
+                rule="a step takes its state over, so that no second copy of parameters and optimizer state exists",
+                fix="state, metrics = step(state, batch), and go on with the new state",
+            )
+
+
+class Step(Common):
+    """A training step compiled for a mesh and a layout; made by `compile_step`."""
+
+    def __init__(
+        self,
+        loss_fn: Callable[..., Any],
+        optimizer: Transform,
+        template: Any,
+        mesh: Mesh,
+        layout: Layout,
+        batch: Any,
+        batch_dims: Any,
+        accumulate: int,
+        device: str | None,
+        remat: str,
+        reshard: bool,
+        bucket_bytes: int,
+    ):
+        super().__init__(template, mesh, layout, batch, batch_dims, device, accumulate)
+        s = Stitcher(Funcs(mesh, layout, self.device, remat))
+        wrapped = loss_function(loss_fn)
+        program = self.trace(wrapped, "loss")
+        self._aux_tree = wrapped.aux_tree  # type: ignore[attr-defined]
+        g = gradient_sections(s, program, self.params, self.batch.types, reshard, bucket_bytes)
+        self._result_types = g.finish.out_types()[len(self.params.types) :]
+        u = optimizer_sections(s, optimizer, self.params, g.finish.outputs[: len(self.params.types) + 2], bucket_bytes)
+        self._state_types, self._state_tree = u.state_types, u.state_tree
+        sections = {"init": u.init, "first": g.first}
+        if accumulate > 1:
+            sections["following"] = g.following
+        sections |= {"finish": g.finish, "check": u.check, "update": u.update}
+        for section in sections.values():
+            section.donate()
+        self.program = Program(mesh, sections)
+
+    def init(self, seed: int = 0) -> State:
+        """Initial parameters and optimizer state.
+
+        In a run on several ranks each holds its own local part; elsewhere the values are whole, for `simulate`.
+        """
+        params = self.init_params(seed)
+        section = self.program.sections["init"]
+        if self.local:
+            opt = self.runtime().run(section, tree.leaves(params))
+        else:
+            values = self.scatter(tree.leaves(params), self.params.at_rest())
+            opt = self.gather(self.simulator().run(section, values), self._state_types)
+        return State(params, tree.unflatten(self._state_tree, opt), 0, not self.local)
+
+    def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
+        """Takes one step on this rank.
+
+        Args:
+            state: from `init` or the step before; it is taken over and can't be used again.
+            batch: this rank's part of the batch, as `shard` makes it.
+
+        Returns:
+            The new state, and metrics: `loss` (sum / count over the whole global batch), `count`, `grad_norm` (global,
+            before clipping) as Python numbers, and `aux` if the loss has any.
+
+        Raises:
+            NonFiniteError: the loss or a gradient is not finite. The step is not applied and the state stays usable.
+            StateError: a state that was taken over already.
+            BatchError: a batch that is not like the example.
+        """
+        call = "step(state, batch)"
+        params, opt = self._values(state, call)
+        microbatches = self.local_microbatches(batch)
+        run = self.runtime()
+        leaves = self.local_params(params, call)
+        return self._step(state, leaves, opt, microbatches, run.run, run.item, run.any)
+
+    def simulate(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
+        """Takes one step with all ranks in this process: whole state and batch in, whole results out.
+
+        It runs the very program that each rank runs, collective by collective in lockstep, so its results are those
+        of a real run. Nothing is taken over: `state` can be used again.
+        """
+        call = "simulate(state, batch)"
+        params, opt = self._values(state, call)
+        sim = self.simulator()
+        leaves = self.scatter(self.whole_params(params, call), self.params.at_rest())
+        moments = self.scatter(opt, self._state_types)
+        copy = State(params, opt, state.step, True)
+        new, metrics = self._step(
+            copy,
+            leaves,
+            moments,
+            self.sim_microbatches(batch),
+            sim.run,
+            lambda x: x[0].item(),
+            lambda flags: [any(bool(f[i]) for f in flags) for i in range(len(flags[0]))],
+        )
+        new.params = tree.unflatten(self.params.treedef, self.gather(tree.leaves(new.params), self.params.at_rest()))
+        new.opt = tree.unflatten(self._state_tree, self.gather(tree.leaves(new.opt), self._state_types))
+        if self._aux_tree is not None:
+            aux = self.gather(tree.leaves(metrics["aux"]), self._result_types[2:])
+            metrics["aux"] = tree.unflatten(self._aux_tree, aux)
+        return new, metrics
+
+    def _values(self, state: State, call: str) -> tuple[Any, list[Any]]:
+        state.check(call)
+        tree.check_same(self._state_tree, state.opt, call=call, name="state.opt")
+        return state.params, tree.leaves(state.opt)
+
+    def _step(
+        self,
+        state: State,
+        params: list[Any],
+        opt: list[Any],
+        microbatches: list[list[Any]],
+        run: Run,
+        item: Callable[[Any], Any],
+        any_rank: Callable[[Any], list[bool]],
+    ) -> tuple[State, dict[str, Any]]:
+        sections, n = self.program.sections, len(params)
+        so_far = run(sections["first"], [*params, *microbatches[0]])
+        for data in microbatches[1:]:
+            so_far = run(sections["following"], [*params, *data, *so_far])
+        *reduced, = run(sections["finish"], so_far)
+        del so_far
+        grads, results = reduced[:n], reduced[n:]
+        checked = run(sections["check"], [*grads, *results[:2]])
+        loss, norm, count = item(checked[0]), item(checked[1]), item(results[1])
+        if not (math.isfinite(loss) and math.isfinite(norm)):
+            self._refuse(state.step, loss, norm, count, grads, any_rank)
+        del grads, reduced
+        state.take()
+        inputs = [*checked[2:], *opt, *params]
+        del checked
+        params.clear()
+        opt.clear()
+        new = run(sections["update"], inputs)
+        metrics: dict[str, Any] = {"loss": loss, "count": count, "grad_norm": norm}
+        if self._aux_tree is not None:
+            metrics["aux"] = tree.unflatten(self._aux_tree, results[2:])
+        out = State(
+            tree.unflatten(self.params.treedef, new[:n]),
+            tree.unflatten(self._state_tree, new[n:]),
+            state.step + 1,
+            state.whole,
+        )
+        return out, metrics
+
+    def _refuse(
+        self, step: int, loss: float, norm: float, count: float, grads: list[Any], any_rank: Callable[[Any], list[bool]]
+    ) -> None:
+        def finite(g: Any) -> Any:
+            return [~x.isfinite().all() for x in g] if isinstance(g, list) else ~g.isfinite().all()
+
+        flags = [finite(g) for g in grads]
+        per_rank = list(zip(*flags, strict=True)) if flags and isinstance(flags[0], list) else flags
+        bad = [p for p, f in zip(self.params.paths, any_rank(per_rank), strict=True) if f]
+        first = f"params{bad[0]} (and {len(bad) - 1} more leaves)" if bad else "no gradient: only the loss"
+        number = f"first leaf with a gradient that is not finite: {first}"
+        if count == 0:
+            number = f"the count is 0: no element of the batch counts towards the loss; {number}"
+        fail(
+            NonFiniteError,
+            call=f"step {step}",
+            got=f"loss {loss}, gradient norm {norm}, count {count}",
+            number=number,
+            rule="a step with a loss or gradient that is not finite would spoil every parameter; it was not applied",
+            fix="the state is unchanged: skip this batch, or lower the learning rate, or look at the leaf above",
+        )
+
+    def collectives(self) -> list[CollectiveNode]:
+        """The collectives of one step, in order, each microbatch counted."""
+        p = self.program
+        following = p.collectives("following") * (self.microbatches - 1) if self.microbatches > 1 else []
+        rest = [c for name in ("finish", "check", "update") for c in p.collectives(name)]
+        return [*p.collectives("first"), *following, *rest]
+
+
+def compile_step(
+    loss_fn: Callable[..., Any],
+    optimizer: Transform,
+    *,
+    template: Any,
+    mesh: Mesh,
+    layout: Layout,
+    batch: Any,
+    batch_dims: Any = None,
+    accumulate: int = 1,
+    device: str | None = None,
+    remat: str = "none",
+    reshard: bool = True,
+    bucket_bytes: int = BUCKET_BYTES,
+) -> Step:
+    """Compiles a training step for a mesh and a layout.
+
+    The gradient is that of total sum / total count over the whole global batch, whatever the layout, the number of
+    microbatches and the share of padding on each rank.
+
+    Args:
+        loss_fn: `(params, batch) -> (sum, count)` or `(sum, count, aux)`; aux is a pytree of tensors that are added up
+            over microbatches.
+        optimizer: a pure (init, update) pair such as `adamw(...)`.
+        template: pytree of `Param`.
+        mesh: the ranks.
+        layout: how values, parameters, gradients and optimizer state are split.
+        batch: an example of a whole global batch; only shapes and dtypes matter.
+        batch_dims: dim names of the batch's leaves; by default "batch seq" and further dims without a name.
+        accumulate: equal microbatches that a batch is processed in. Gradients are reduced once a step, but for those
+            that the layout stores split, which are reduce-scattered once a microbatch.
+        device: `cpu` or `cuda`; CUDA by default where there is any.
+        remat: `none` keeps what the backward needs; `full` keeps the inputs of each block and computes it again.
+        reshard: free gathered parameters after the forward and gather them again for the backward.
+        bucket_bytes: bytes of gradients that are reduced together, at most (one larger parameter travels alone).
+
+    Raises:
+        FeatherError: whatever of the settings do not fit together, all offenders at once.
+
+    >>> import fx_feather as ff
+    >>> template = {"w": ff.Param("embed", (4,))}
+    >>> def loss(params, batch):
+    ...     return ((batch @ params["w"] - 1) ** 2).sum(), torch.tensor(batch.shape[0])
+    >>> step = ff.compile_step(loss, ff.sgd(lr=0.1), template=template, mesh=ff.Mesh(dp=2),
+    ...                        layout=ff.Layout(compute={"batch": "dp"}), batch=torch.ones(4, 4), batch_dims="batch embed")
+    >>> state, metrics = step.simulate(step.init(seed=0), torch.ones(4, 4))
+    >>> state.step, metrics["count"]
+    (1, 4)
+    """
+    settings = {"accumulate": accumulate, "remat": remat, "bucket_bytes": bucket_bytes}
+    check(
+        OptimizerError,
+        "compile_step",
+        settings,
+        [
+            ("accumulate", is_count(accumulate, 1), "a batch is processed in one microbatch or more", "accumulate=1"),
+            ("remat", remat in ("none", "full"), "what to keep for the backward is 'none' or 'full'", "remat='none'"),
+            ("bucket_bytes", is_count(bucket_bytes, 1), "a bucket holds at least one byte", "bucket_bytes=25 << 20"),
+        ],
+    )
+    return Step(
+        loss_fn, optimizer, template, mesh, layout, batch, batch_dims, accumulate, device, remat, reshard, bucket_bytes
+    )
