@@ -57,7 +57,7 @@ class P:
                 call=repr(self),
                 got=f"axes {used}",
                 number=", ".join(f"axis {a!r} is used {used.count(a)} times" for a in twice),
-                rule="a mesh axis splits at most one dim of a tensor, or makes it partial: its ranks hold one part each",
+                rule="an axis splits at most one dim of a tensor, or makes it partial: its ranks hold one part each",
                 fix=f"leave {' and '.join(map(repr, twice))} on one dim only",
             )
 
