@@ -125,7 +125,8 @@ class Step(Common):
         microbatches = self.local_microbatches(batch)
         run = self.runtime()
         leaves = self.local_params(params, call)
-        return self._step(state, leaves, opt, microbatches, run.run, run.item, run.any)
+        new, metrics = self._step(state, leaves, opt, microbatches, run.run, run.item, run.any)
+        return self._state(new, state), metrics
 
     def simulate(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
         """Takes one step with all ranks in this process: whole state and batch in, whole results out.
@@ -138,9 +139,8 @@ class Step(Common):
         sim = self.simulator()
         leaves = self.scatter(self.whole_params(params, call), self.params.at_rest())
         moments = self.scatter(opt, self._state_types)
-        copy = State(params, opt, state.step, True)
         new, metrics = self._step(
-            copy,
+            dataclasses.replace(state),
             leaves,
             moments,
             self.sim_microbatches(batch),
@@ -148,12 +148,16 @@ class Step(Common):
             lambda x: x[0].item(),
             lambda flags: [any(bool(f[i]) for f in flags) for i in range(len(flags[0]))],
         )
-        new.params = tree.unflatten(self.params.treedef, self.gather(tree.leaves(new.params), self.params.at_rest()))
-        new.opt = tree.unflatten(self._state_tree, self.gather(tree.leaves(new.opt), self._state_types))
+        whole = self.gather(new, [*self.params.at_rest(), *self._state_types])
         if self._aux_tree is not None:
             aux = self.gather(tree.leaves(metrics["aux"]), self._result_types[2:])
             metrics["aux"] = tree.unflatten(self._aux_tree, aux)
-        return new, metrics
+        return self._state(whole, state), metrics
+
+    def _state(self, leaves: list[torch.Tensor], before: State) -> State:
+        n = len(self.params.types)
+        params = tree.unflatten(self.params.treedef, leaves[:n])
+        return State(params, tree.unflatten(self._state_tree, leaves[n:]), before.step + 1, before.whole)
 
     def _values(self, state: State, call: str) -> tuple[Any, list[Any]]:
         state.check(call)
@@ -169,7 +173,8 @@ class Step(Common):
         run: Run,
         item: Callable[[Any], Any],
         any_rank: Callable[[Any], list[bool]],
-    ) -> tuple[State, dict[str, Any]]:
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """New parameters and state as one list, and metrics; `run` and the rest are the runtime's or simulator's."""
         sections, n = self.program.sections, len(params)
         so_far = run(sections["first"], [*params, *microbatches[0]])
         for data in microbatches[1:]:
@@ -191,13 +196,7 @@ class Step(Common):
         metrics: dict[str, Any] = {"loss": loss, "count": count, "grad_norm": norm}
         if self._aux_tree is not None:
             metrics["aux"] = tree.unflatten(self._aux_tree, results[2:])
-        out = State(
-            tree.unflatten(self.params.treedef, new[:n]),
-            tree.unflatten(self._state_tree, new[n:]),
-            state.step + 1,
-            state.whole,
-        )
-        return out, metrics
+        return new, metrics
 
     def _refuse(
         self, step: int, loss: float, norm: float, count: float, grads: list[Any], any_rank: Callable[[Any], list[bool]]

@@ -1,5 +1,7 @@
 """The sharding rules of all operators, a file a family; importing this registers them."""
 
+import functools as ft
+
 from . import attention as _attention
 from . import index as _index
 from . import loss as _loss
@@ -23,10 +25,10 @@ from .rule import solve as solve
 FAMILIES = (_attention, _index, _loss, _matmul, _norm, _reduce, _view)
 
 
+_pointwise_rule = ft.cache(_pointwise)
+
+
 def lookup(call: OpCall) -> Rule | None:
     """The rule of an operator: the registered one, or the pointwise rule if torch says that it is pointwise."""
     found = RULES.get(call.target)
-    if found is None and _is_pointwise(call.target):
-        # Kept, so that the same operator has the same rule.
-        found = RULES[call.target] = _pointwise(call.target)
-    return found
+    return _pointwise_rule(call.target) if found is None and _is_pointwise(call.target) else found

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from ..errors import RuleError, fail
-from .rule import Factors, Local, OpCall, Operand, Rule, Sharding, overloads, register
+from .rule import Factors, Local, OpCall, Operand, Rule, Sharding, fill, overloads, register
 
 Sets = tuple[frozenset[int], ...]
 Linear = Callable[[OpCall], Sets]
@@ -141,10 +141,23 @@ def linearity(op: Any) -> Linear:
     return LINEAR.get(op._schema.name.rpartition("::")[2], _nonlinear)
 
 
+#: Linear in some operand, and yet not finite at every value of another.
+SINGULAR = frozenset({"div", "divide", "true_divide", "addcdiv"})
+
+
+def _padding_harmless(local: Local, operands: list[torch.Tensor]) -> Any:
+    # The cotangent of padding is 0, but 0 times an infinite derivative is NaN, which a later sum would spread:
+    # 1/x, log, sqrt at 0, exp of anything. Every function in use is finite and smooth at 1/2.
+    call = local.call
+    safe = [local.filled(i, x, 0.5) if x.is_floating_point() else x for i, x in enumerate(operands)]
+    return call.target(*fill(call.args, safe), **fill(dict(call.kwargs), safe))
+
+
 def pointwise(op: Any) -> Rule:
     """The rule of a pointwise operator."""
-    linear = linearity(op)
-    return Rule(lambda call: broadcast(call, linear(call)), text="from broadcasting")
+    linear, name = linearity(op), op._schema.name.rpartition("::")[2]
+    run = _padding_harmless if name not in LINEAR or name in SINGULAR else None
+    return Rule(lambda call: broadcast(call, linear(call), run=run), text="from broadcasting")
 
 
 def is_pointwise(op: Any) -> bool:

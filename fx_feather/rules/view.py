@@ -197,8 +197,9 @@ def _repeat_interleave(call: OpCall) -> Sharding:
     factors = named(x.shape)
     sizes = {**sizes_of((factors, x.shape)), "r": r}
     if dim is None:
-        one = tuple(f for d in factors for f in d)
-        return Sharding((factors,), ((*one, "r"),), sizes, linear=sets([x]))
+        # Flattened first, so that only the major dim can be split.
+        out: Factors = ((*(f for d in factors for f in d), "r"),)
+        return Sharding((factors,), out, sizes, linear=sets([x]))
     at = dim % x.ndim
     out = tuple((*f, "r") if i == at and r > 1 else f for i, f in enumerate(factors))
 
