@@ -14,7 +14,8 @@ from .program import CollectiveNode, Program
 from .runtime import Runtime, in_world
 from .simulate import Simulator
 from .spec import Type, assemble, pad_to, shard, slices
-from .trace import Aval, GlobalProgram, trace
+from .trace import trace
+from .unit import Aval, GlobalProgram
 
 #: Bytes of gradients that are reduced together, as in PyTorch's DistributedDataParallel.
 BUCKET_BYTES = 25 << 20

@@ -3,7 +3,6 @@
 import contextlib
 import dataclasses
 import functools as ft
-import operator
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,80 +15,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import tree
 from .errors import FeatherError, ShapeError, SpecError, fail
+from .unit import Aval, GlobalProgram, Region, Unit, cut, merge_equal, user_line
 
 _library = torch.library.Library("fx_feather", "FRAGMENT")
 _library.define("constrain(Tensor x, str dims) -> Tensor")
 _library.define("block(Tensor[] args, int id) -> Tensor[]")
+_library.define("region(Tensor[] args, int id) -> Tensor[]")
 # A constraint copies, since an alias would be hidden from the trace. The partitioner removes the copy.
 _library.impl("constrain", lambda x, dims: x.clone(), "CompositeExplicitAutograd")
 torch.library.register_fake("fx_feather::constrain", lambda x, dims: torch.empty_like(x), lib=_library)
-
-
-@dataclasses.dataclass(frozen=True)
-class Aval:
-    """Shape, dtype and device of a tensor that a trace stands for."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    device: str
-
-    @classmethod
-    def of(cls, x: torch.Tensor) -> "Aval":
-        return cls(tuple(x.shape), x.dtype, x.device.type)
-
-    def fake(self) -> torch.Tensor:
-        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
-
-
-@dataclasses.dataclass
-class Unit:
-    """One graph of a global program: a block, or the operators between two blocks.
-
-    Its placeholders are tensors, its output is a list of nodes.
-    """
-
-    name: str
-    graph: fx.Graph
-    constants: dict[str, torch.Tensor]
-
-    @property
-    def inputs(self) -> list[fx.Node]:
-        return [n for n in self.graph.nodes if n.op == "placeholder"]
-
-    @property
-    def outputs(self) -> list[fx.Node]:
-        return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
-
-
-@dataclasses.dataclass(frozen=True)
-class Call:
-    """One call of a unit: numbers of the values it takes and makes."""
-
-    unit: int
-    args: tuple[int, ...]
-    outs: tuple[int, ...]
-
-
-@dataclasses.dataclass
-class GlobalProgram:
-    """The model as traced: whole shapes, one device, no collectives; a list of calls of units over numbered values."""
-
-    units: list[Unit]
-    calls: list[Call]
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
-    out_tree: Any
-    avals: dict[int, Aval]
-
-    def dim_names(self) -> set[str]:
-        """All dim names that some `constrain` uses."""
-        return {
-            name
-            for unit in self.units
-            for n in unit.graph.nodes
-            if n.target is torch.ops.fx_feather.constrain.default
-            for name in n.args[1].split()
-        }
 
 
 @dataclasses.dataclass
@@ -100,6 +34,7 @@ class _Trace:
     blocks: list[Unit] = dataclasses.field(default_factory=list)
     outs: list[tuple[list[Aval], Any]] = dataclasses.field(default_factory=list)
     ids: dict[Any, int] = dataclasses.field(default_factory=dict)
+    regions: list[Region] = dataclasses.field(default_factory=list)
     inside: bool = False
     #: Keeps alive what the keys of `ids` name by identity, so that no new object takes its place.
     kept: list[Any] = dataclasses.field(default_factory=list)
@@ -113,8 +48,22 @@ def _block_outputs(args: list[torch.Tensor], id: int) -> list[torch.Tensor]:
     return [a.fake() for a in _current.outs[id][0]]
 
 
+def _region_outputs(args: list[torch.Tensor], id: int) -> list[torch.Tensor]:
+    assert _current is not None, "a region node exists inside of a trace only"
+    return [torch.empty(t.shape, dtype=t.dtype, device=args[0].device) for t in _current.regions[id].out_types]
+
+
 _library.impl("block", _block_outputs, "CompositeExplicitAutograd")
+_library.impl("region", _region_outputs, "CompositeExplicitAutograd")
 torch.library.register_fake("fx_feather::block", _block_outputs, lib=_library)
+torch.library.register_fake("fx_feather::region", _region_outputs, lib=_library)
+
+
+def emit_region(region: Region, args: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Puts per-rank code into the program that is being traced; gives its whole results."""
+    assert _current is not None, "a region node exists inside of a trace only"
+    _current.regions.append(region)
+    return torch.ops.fx_feather.region(args, len(_current.regions) - 1)
 
 
 def tracing() -> bool:
@@ -273,7 +222,7 @@ def _trace_unit(flat: Callable[..., list[torch.Tensor]], fakes: list[torch.Tenso
                     fix="pass the tensor to the block as an argument",
                 )
             constants[n.target] = value
-    return Unit(label, gm.graph, constants)
+    return Unit(label, gm.graph, constants, _current.regions if _current else [])
 
 
 @contextlib.contextmanager
@@ -307,110 +256,5 @@ def trace(fn: Callable[..., Any], args: Any, name: str = "main") -> GlobalProgra
     state = _Trace(FakeTensorMode())
     with _tracing(state), state.mode:
         whole = _trace_unit(flat, [a.fake() for a in avals], name)
-        _merge_equal(whole.graph)
-        return _cut(whole, state, out_tree)
-
-
-def _merge_equal(graph: fx.Graph) -> None:
-    """Makes one node of nodes that compute the same; a global program has no effects and no random numbers."""
-    seen: dict[Any, fx.Node] = {}
-    for n in list(graph.nodes):
-        if n.op != "call_function":
-            continue
-        try:
-            key = (n.target, fx.node.map_aggregate(n.args, _freeze), tuple(sorted(n.kwargs.items())))
-            first = seen.setdefault(_hashable(key), n)
-        except TypeError:
-            continue
-        if first is not n:
-            n.replace_all_uses_with(first)
-            graph.erase_node(n)
-
-
-def _freeze(x: Any) -> Any:
-    return (type(x), x)
-
-
-def _hashable(x: Any) -> Any:
-    if isinstance(x, (list, tuple)):
-        return tuple(_hashable(y) for y in x)
-    hash(x)
-    return x
-
-
-def _cut(whole: Unit, state: _Trace, out_tree: Any) -> GlobalProgram:
-    """Cuts the outer graph at its blocks: what lies between two blocks becomes a unit of its own."""
-    block_op = torch.ops.fx_feather.block.default
-    units, calls = list(state.blocks), []
-    number: dict[Any, int] = {}
-    avals: dict[int, Aval] = {}
-
-    def new(n: fx.Node) -> int:
-        number[n] = len(number)
-        avals[number[n]] = Aval.of(n.meta["val"])
-        return number[n]
-
-    inputs = tuple(new(n) for n in whole.inputs)
-    last_use: dict[fx.Node, int] = {}
-    order = {n: i for i, n in enumerate(whole.graph.nodes)}
-    for n in whole.graph.nodes:
-        for a in n.all_input_nodes:
-            last_use[a] = order[n]
-    pending: list[fx.Node] = []
-
-    def flush() -> None:
-        nonlocal pending
-        segment, pending = pending, []
-        if not segment:
-            return
-        inside = set(segment)
-        end = order[segment[-1]]
-        args = list(dict.fromkeys(a for n in segment for a in n.all_input_nodes if a not in inside))
-        outs = [n for n in segment if last_use.get(n, -1) > end and n.op != "get_attr"]
-        graph, copied = fx.Graph(), {}
-        for a in args:
-            copied[a] = graph.placeholder(a.name)
-            copied[a].meta = dict(a.meta)
-        for n in segment:
-            copied[n] = graph.node_copy(n, lambda x: copied[x])
-        graph.output([copied[n] for n in outs])
-        names = {n.target for n in segment if n.op == "get_attr"}
-        units.append(Unit(whole.name, graph, {k: v for k, v in whole.constants.items() if k in names}))
-        calls.append(Call(len(units) - 1, tuple(number[a] for a in args), tuple(new(n) for n in outs)))
-
-    produced_by_block: dict[fx.Node, int] = {}
-    for n in whole.graph.nodes:
-        if n.op in ("placeholder", "output"):
-            continue
-        if n.target is block_op:
-            # Operators that no later block needs yet may wait: fewer, larger units. Those it needs must come first.
-            flush()
-            id = n.args[1]
-            count = len(state.outs[id][0])
-            base = len(number)
-            for i in range(count):
-                number[n, i] = base + i
-                avals[base + i] = state.outs[id][0][i]
-            args = tuple(number[a] for a in n.args[0])
-            calls.append(Call(id, args, tuple(range(base, base + count))))
-            produced_by_block[n] = base
-        elif n.op == "call_function" and n.args and n.args[0] in produced_by_block and n.target is operator.getitem:
-            number[n] = produced_by_block[n.args[0]] + n.args[1]
-        else:
-            pending.append(n)
-    flush()
-    outputs = []
-    for n in whole.outputs:
-        outputs.append(number[n])
-    return GlobalProgram(units, calls, inputs, tuple(outputs), out_tree, avals)
-
-
-def user_line(node: fx.Node) -> str:
-    """The line of the user's own source that made a node, as `file:line: code`."""
-    frames = [f for f in (node.meta.get("stack_trace") or "").split("  File ") if f.strip()]
-    own = [f for f in frames if "/torch/" not in f and "fx_feather/trace.py" not in f and "/optree/" not in f]
-    if not own:
-        return "(source line not known)"
-    head, *rest = own[-1].strip().splitlines()
-    parts = head.split(", ")
-    return f"{parts[0].strip(chr(34))}:{parts[1].removeprefix('line ')}: {rest[0].strip() if rest else ''}"
+        merge_equal(whole.graph)
+        return cut(whole, state.blocks, out_tree)

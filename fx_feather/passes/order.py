@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from ..trace import GlobalProgram
+from ..unit import GlobalProgram
 
 
 def by_output(program: GlobalProgram, *outputs: Sequence[int], done: Sequence[int] = ()) -> list[int]:

@@ -77,6 +77,9 @@ def fill_padding(x: torch.Tensor, dim: int, local: Local, factor: str, value: fl
     """`x` with the padding of one dim set to a value."""
     _, true = local.positions(factor, x.device)
     mask = true.view([-1 if i == dim else 1 for i in range(x.ndim)])
+    if not x.is_floating_point() and value in (float("-inf"), float("inf")):
+        limits = (0, 1) if x.dtype == torch.bool else (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
+        value = limits[value > 0]
     return torch.where(mask, x, torch.full((), value, dtype=x.dtype, device=x.device))
 
 

@@ -15,7 +15,8 @@ from ..mesh import Mesh
 from ..rules import Conflict, OpCall, Operand, Rule, Sharding, Solution, lookup, solve
 from ..rules.rule import fill
 from ..spec import Type
-from ..trace import Aval, Unit, trace_unit, user_line
+from ..trace import trace_unit
+from ..unit import Aval, Unit, user_line
 
 #: A value of a unit: the node that makes it, and which of its results it is.
 Root = tuple[fx.Node, int]

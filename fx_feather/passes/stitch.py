@@ -10,7 +10,7 @@ from ..layout import Layout, ParamTypes
 from ..mesh import Mesh
 from ..program import Func, Instr, Section
 from ..spec import Type
-from ..trace import Call, GlobalProgram
+from ..unit import Call, GlobalProgram
 from .differentiate import LocalUnit, Place, linearize, trace_local
 from .partition import partition
 from .propagate import Plan, propagate

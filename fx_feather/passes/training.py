@@ -11,7 +11,8 @@ from ..layout import ParamTypes
 from ..optim import Transform, apply_updates, global_norm
 from ..program import Section
 from ..spec import Type
-from ..trace import Aval, GlobalProgram, block, trace
+from ..trace import block, trace
+from ..unit import Aval, GlobalProgram
 from .order import by_output
 from .stitch import Stitcher, gradient_type, needs_gradient, reached_by_cotangents
 

@@ -1,0 +1,199 @@
+"""Global programs: units of whole-tensor operators, and the calls that string them together."""
+
+import dataclasses
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+
+from .mesh import Mesh
+from .spec import Type
+
+
+@dataclasses.dataclass(frozen=True)
+class Aval:
+    """Shape, dtype and device of a tensor that a trace stands for."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: str
+
+    @classmethod
+    def of(cls, x: torch.Tensor) -> "Aval":
+        return cls(tuple(x.shape), x.dtype, x.device.type)
+
+    def fake(self) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+@dataclasses.dataclass
+class Unit:
+    """One graph of a global program: a block, or the operators between two blocks.
+
+    Its placeholders are tensors, its output is a list of nodes.
+    """
+
+    name: str
+    graph: fx.Graph
+    constants: dict[str, torch.Tensor]
+    regions: list["Region"] = dataclasses.field(default_factory=list)
+
+    @property
+    def inputs(self) -> list[fx.Node]:
+        return [n for n in self.graph.nodes if n.op == "placeholder"]
+
+    @property
+    def outputs(self) -> list[fx.Node]:
+        return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """One call of a unit: numbers of the values it takes and makes."""
+
+    unit: int
+    args: tuple[int, ...]
+    outs: tuple[int, ...]
+
+
+@dataclasses.dataclass
+class GlobalProgram:
+    """The model as traced: whole shapes, one device, no collectives; a list of calls of units over numbered values."""
+
+    units: list[Unit]
+    calls: list[Call]
+    inputs: tuple[int, ...]
+    outputs: tuple[int, ...]
+    out_tree: Any
+    avals: dict[int, Aval]
+
+    def dim_names(self) -> set[str]:
+        """All dim names that some `constrain` uses."""
+        return {
+            name
+            for unit in self.units
+            for n in unit.graph.nodes
+            if n.target is torch.ops.fx_feather.constrain.default
+            for name in n.args[1].split()
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class Region:
+    """Per-rank code in a global program: a function of local values, with the types of what it takes and gives."""
+
+    name: str
+    mesh: Mesh
+    in_types: tuple[Type, ...]
+    out_types: tuple[Type, ...]
+    local: Callable[..., list[torch.Tensor]]
+
+
+def merge_equal(graph: fx.Graph) -> None:
+    """Makes one node of nodes that compute the same; a global program has no effects and no random numbers."""
+    seen: dict[Any, fx.Node] = {}
+    for n in list(graph.nodes):
+        if n.op != "call_function":
+            continue
+        try:
+            key = (n.target, fx.node.map_aggregate(n.args, _freeze), tuple(sorted(n.kwargs.items())))
+            first = seen.setdefault(_hashable(key), n)
+        except TypeError:
+            continue
+        if first is not n:
+            n.replace_all_uses_with(first)
+            graph.erase_node(n)
+
+
+def _freeze(x: Any) -> Any:
+    return (type(x), x)
+
+
+def _hashable(x: Any) -> Any:
+    if isinstance(x, (list, tuple)):
+        return tuple(_hashable(y) for y in x)
+    hash(x)
+    return x
+
+
+def cut(whole: Unit, blocks: list[Unit], out_tree: Any) -> GlobalProgram:
+    """Cuts the outer graph at its block nodes: what lies between two blocks becomes a unit of its own.
+
+    Args:
+        whole: the outer graph; its block nodes name a block by its number.
+        blocks: the blocks.
+        out_tree: structure of the results.
+    """
+    block_op = torch.ops.fx_feather.block.default
+    units, calls = list(blocks), []
+    number: dict[Any, int] = {}
+    avals: dict[int, Aval] = {}
+
+    def new(n: fx.Node) -> int:
+        number[n] = len(number)
+        avals[number[n]] = Aval.of(n.meta["val"])
+        return number[n]
+
+    inputs = tuple(new(n) for n in whole.inputs)
+    last_use: dict[fx.Node, int] = {}
+    order = {n: i for i, n in enumerate(whole.graph.nodes)}
+    for n in whole.graph.nodes:
+        for a in n.all_input_nodes:
+            last_use[a] = order[n]
+    pending: list[fx.Node] = []
+
+    def flush() -> None:
+        nonlocal pending
+        segment, pending = pending, []
+        if not segment:
+            return
+        inside = set(segment)
+        end = order[segment[-1]]
+        args = list(dict.fromkeys(a for n in segment for a in n.all_input_nodes if a not in inside))
+        outs = [n for n in segment if last_use.get(n, -1) > end and n.op != "get_attr"]
+        graph, copied = fx.Graph(), {}
+        for a in args:
+            copied[a] = graph.placeholder(a.name)
+            copied[a].meta = dict(a.meta)
+        for n in segment:
+            copied[n] = graph.node_copy(n, lambda x: copied[x])
+        graph.output([copied[n] for n in outs])
+        names = {n.target for n in segment if n.op == "get_attr"}
+        units.append(Unit(whole.name, graph, {k: v for k, v in whole.constants.items() if k in names}, whole.regions))
+        calls.append(Call(len(units) - 1, tuple(number[a] for a in args), tuple(new(n) for n in outs)))
+
+    produced_by_block: dict[fx.Node, int] = {}
+    for n in whole.graph.nodes:
+        if n.op in ("placeholder", "output"):
+            continue
+        if n.target is block_op:
+            # Operators that no later block needs yet may wait: fewer, larger units. Those it needs must come first.
+            flush()
+            id = n.args[1]
+            made = [Aval.of(o.meta["val"]) for o in blocks[id].outputs]
+            count, base = len(made), len(number)
+            for i, aval in enumerate(made):
+                number[n, i] = base + i
+                avals[base + i] = aval
+            args = tuple(number[a] for a in n.args[0])
+            calls.append(Call(id, args, tuple(range(base, base + count))))
+            produced_by_block[n] = base
+        elif n.op == "call_function" and n.args and n.args[0] in produced_by_block and n.target is operator.getitem:
+            number[n] = produced_by_block[n.args[0]] + n.args[1]
+        else:
+            pending.append(n)
+    flush()
+    return GlobalProgram(units, calls, inputs, tuple(number[n] for n in whole.outputs), out_tree, avals)
+
+
+def user_line(node: fx.Node) -> str:
+    """The line of the user's own source that made a node, as `file:line: code`."""
+    frames = [f for f in (node.meta.get("stack_trace") or "").split("  File ") if f.strip()]
+    own = [f for f in frames if "/torch/" not in f and "fx_feather/trace.py" not in f and "/optree/" not in f]
+    if not own:
+        return "(source line not known)"
+    head, *rest = own[-1].strip().splitlines()
+    parts = head.split(", ")
+    return f"{parts[0].strip(chr(34))}:{parts[1].removeprefix('line ')}: {rest[0].strip() if rest else ''}"
