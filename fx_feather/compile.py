@@ -123,6 +123,16 @@ class Compiled(Common):
         outs = self._chain(self.runtime().run, [*leaves, *self.local_microbatches(batch)[0]])
         return tree.unflatten(self._out_tree, outs)
 
+    def whole(self, results: Any) -> Any:
+        """Whole results, the same on every rank, from the local parts that a call returned.
+
+        It is for looking at results and comparing them: every rank must call it, and each then holds all values.
+        """
+        tree.check_same(self._out_tree, results, call="whole(results)", name="results")
+        if not self.local:
+            return results
+        return tree.unflatten(self._out_tree, self.runtime().gather(tree.leaves(results), self._out_types))
+
     def simulate(self, params: Any, batch: Any) -> Any:
         """Runs all ranks in this process: whole values in, whole results out."""
         values = self.scatter(self.whole_params(params, "simulate(params, batch)"), self.params.at_rest())

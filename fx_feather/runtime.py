@@ -15,6 +15,7 @@ from .collectives.primitive import COLLECTIVES, Collective
 from .errors import MeshError, RankError, fail
 from .mesh import Mesh
 from .program import Func, Section
+from .spec import Type, assemble
 
 _BY_OP: dict[Any, Collective] = {c.op: c for c in COLLECTIVES.values() if c.op is not None}
 
@@ -115,6 +116,18 @@ class Runtime:
         """A number that is the same on every rank."""
         return x.item()
 
+    def gather(self, parts: Sequence[torch.Tensor], types: Sequence[Type]) -> list[torch.Tensor]:
+        """Whole values, the same on every rank, from the local parts of all; every rank must call it."""
+        if self.mesh.size == 1:
+            return list(parts)
+        out = []
+        with self._peers("gathering whole values"):
+            for x, t in zip(parts, types, strict=True):
+                everyone = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.mesh.size)]
+                dist.all_gather(everyone, x.contiguous())
+                out.append(assemble(everyone, t, self.mesh))
+        return out
+
     def any(self, flags: Sequence[torch.Tensor]) -> list[bool]:
         """For each flag whether it is set on some rank."""
         flat = torch.stack([f.to(torch.int32) for f in flags])
@@ -142,7 +155,7 @@ class Runtime:
         if count == 1:
             return lambda *x: c.reference(list(x) or [torch.empty(0)], **static)[0].clone(), operand
         group = self.group(axes) if c.bytes(1 << 20, 2) > 0 else None
-        run = _RUN[c.name](group, count, index, static, self.device)
+        run = _RUN[c.name](group, self.mesh.group(self.rank, axes), index, static, self.device)
         run.__name__ = c.name
         return run, operand
 
@@ -170,7 +183,7 @@ _PEER_WORDS = (
 )
 
 
-def _psum(group: Any, n: int, index: int, static: dict[str, Any], device: torch.device) -> Callable[..., torch.Tensor]:
+def _psum(group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device) -> Callable[..., torch.Tensor]:
     def run(x: torch.Tensor) -> torch.Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(out, group=group)
@@ -179,7 +192,7 @@ def _psum(group: Any, n: int, index: int, static: dict[str, Any], device: torch.
     return run
 
 
-def _pmax(group: Any, n: int, index: int, static: dict[str, Any], device: torch.device) -> Callable[..., torch.Tensor]:
+def _pmax(group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device) -> Callable[..., torch.Tensor]:
     def run(x: torch.Tensor) -> torch.Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(out, op=dist.ReduceOp.MAX, group=group)
@@ -189,7 +202,7 @@ def _pmax(group: Any, n: int, index: int, static: dict[str, Any], device: torch.
 
 
 def _all_gather(
-    group: Any, n: int, index: int, static: dict[str, Any], device: torch.device
+    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
 ) -> Callable[..., torch.Tensor]:
     dim = static["dim"]
 
@@ -206,7 +219,7 @@ def _all_gather(
 
 
 def _reduce_scatter(
-    group: Any, n: int, index: int, static: dict[str, Any], device: torch.device
+    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
 ) -> Callable[..., torch.Tensor]:
     dim = static["dim"]
 
@@ -223,7 +236,7 @@ def _reduce_scatter(
 
 
 def _all_to_all(
-    group: Any, n: int, index: int, static: dict[str, Any], device: torch.device
+    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
 ) -> Callable[..., torch.Tensor]:
     split, concat = static["split_dim"], static["concat_dim"]
 
@@ -237,7 +250,7 @@ def _all_to_all(
 
 
 def _ppermute(
-    group: Any, n: int, index: int, static: dict[str, Any], device: torch.device
+    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
 ) -> Callable[..., torch.Tensor]:
     pairs = list(zip(static["perm"][::2], static["perm"][1::2], strict=True))
 
@@ -259,7 +272,7 @@ def _ppermute(
 
 
 def _pscatter(
-    group: Any, n: int, index: int, static: dict[str, Any], device: torch.device
+    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
 ) -> Callable[..., torch.Tensor]:
     dim = static["dim"]
 
@@ -270,7 +283,7 @@ def _pscatter(
     return run
 
 
-def _pad(group: Any, n: int, index: int, static: dict[str, Any], device: torch.device) -> Callable[..., torch.Tensor]:
+def _pad(group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device) -> Callable[..., torch.Tensor]:
     dim = static["dim"]
 
     def run(x: torch.Tensor) -> torch.Tensor:
@@ -284,13 +297,13 @@ def _pad(group: Any, n: int, index: int, static: dict[str, Any], device: torch.d
 
 
 def _keep_first(
-    group: Any, n: int, index: int, static: dict[str, Any], device: torch.device
+    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
 ) -> Callable[..., torch.Tensor]:
     return (lambda x: x.clone()) if index == 0 else torch.zeros_like
 
 
 def _axis_index(
-    group: Any, n: int, index: int, static: dict[str, Any], device: torch.device
+    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
 ) -> Callable[..., torch.Tensor]:
     return lambda: torch.tensor(index, device=static.get("device") or device)
 

@@ -154,6 +154,17 @@ class Step(Common):
             metrics["aux"] = tree.unflatten(self._aux_tree, aux)
         return self._state(whole, state), metrics
 
+    def whole(self, state: State) -> State:
+        """The state in whole values, the same on every rank, from the local parts that the ranks hold.
+
+        It is for looking at states and comparing them: every rank must call it, and each then holds all values.
+        """
+        params, opt = self._values(state, "whole(state)")
+        if state.whole:
+            return state
+        values = self.runtime().gather([*tree.leaves(params), *opt], [*self.params.at_rest(), *self._state_types])
+        return dataclasses.replace(self._state(values, state), step=state.step, whole=True)
+
     def _state(self, leaves: list[torch.Tensor], before: State) -> State:
         n = len(self.params.types)
         params = tree.unflatten(self.params.treedef, leaves[:n])
