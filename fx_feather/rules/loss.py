@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pointwise import broadcast, named, sizes_of
+from .pointwise import broadcast, named, padding_harmless, sizes_of
 from .rule import Factors, OpCall, Rule, Sharding, register
 
 NONE, MEAN, SUM = 0, 1, 2
@@ -97,7 +97,7 @@ def _compared(op: Any) -> Rule:
 
     def shard(call: OpCall) -> Sharding:
         if call.arg(at, "reduction", MEAN) == NONE:
-            return broadcast(call)
+            return broadcast(call, run=padding_harmless)
         shape = torch.broadcast_shapes(*(o.shape for o in call.operands))
         factors = tuple((f"d{i}",) for i in range(len(shape)))
         operands = tuple(

@@ -145,7 +145,8 @@ def linearity(op: Any) -> Linear:
 SINGULAR = frozenset({"div", "divide", "true_divide", "addcdiv"})
 
 
-def _padding_harmless(local: Local, operands: list[torch.Tensor]) -> Any:
+def padding_harmless(local: Local, operands: list[torch.Tensor]) -> Any:
+    """The local call, with padding on which it is finite and smooth."""
     # The cotangent of padding is 0, but 0 times an infinite derivative is NaN, which a later sum would spread:
     # 1/x, log, sqrt at 0, exp of anything. Every function in use is finite and smooth at 1/2.
     call = local.call
@@ -156,7 +157,7 @@ def _padding_harmless(local: Local, operands: list[torch.Tensor]) -> Any:
 def pointwise(op: Any) -> Rule:
     """The rule of a pointwise operator."""
     linear, name = linearity(op), op._schema.name.rpartition("::")[2]
-    run = _padding_harmless if name not in LINEAR or name in SINGULAR else None
+    run = padding_harmless if name not in LINEAR or name in SINGULAR else None
     return Rule(lambda call: broadcast(call, linear(call), run=run), text="from broadcasting")
 
 

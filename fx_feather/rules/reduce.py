@@ -15,13 +15,11 @@ _library = torch.library.Library("fx_feather", "FRAGMENT")
 _library.define("fill_padding(Tensor x, int[] dim, float value) -> Tensor")
 _library.define("amax_nograd(Tensor x, int[] dim, bool keepdim) -> Tensor")
 _library.define("amin_nograd(Tensor x, int[] dim, bool keepdim) -> Tensor")
-# A whole value has no padding. The copy keeps an alias from hiding it in a trace.
-_library.impl("fill_padding", lambda x, dim, value: x.clone(), "CompositeExplicitAutograd")
-_library.impl("amax_nograd", lambda x, dim, keepdim: x.detach().amax(dim, keepdim), "CompositeExplicitAutograd")
-_library.impl("amin_nograd", lambda x, dim, keepdim: x.detach().amin(dim, keepdim), "CompositeExplicitAutograd")
-torch.library.register_fake("fx_feather::fill_padding", lambda x, dim, value: torch.empty_like(x), lib=_library)
-torch.library.register_fake("fx_feather::amax_nograd", lambda x, dim, keepdim: x.amax(dim, keepdim), lib=_library)
-torch.library.register_fake("fx_feather::amin_nograd", lambda x, dim, keepdim: x.amin(dim, keepdim), lib=_library)
+# A whole value has no padding. The copy keeps an alias from hiding it in a trace. Composite, so that each is
+# differentiable by its parts and still one node of a trace before dispatch.
+_library.impl("fill_padding", lambda x, dim, value: x.clone(), "CompositeImplicitAutograd")
+_library.impl("amax_nograd", lambda x, dim, keepdim: x.detach().amax(dim, keepdim), "CompositeImplicitAutograd")
+_library.impl("amin_nograd", lambda x, dim, keepdim: x.detach().amin(dim, keepdim), "CompositeImplicitAutograd")
 
 Dims = int | Sequence[int] | None
 

@@ -199,7 +199,7 @@ def _repeat_interleave(call: OpCall) -> Sharding:
     if dim is None:
         # Flattened first, so that only the major dim can be split.
         out: Factors = ((*(f for d in factors for f in d), "r"),)
-        return Sharding((factors,), out, sizes, linear=sets([x]))
+        return Sharding((factors,), (out,), sizes, linear=sets([x]))
     at = dim % x.ndim
     out = tuple((*f, "r") if i == at and r > 1 else f for i, f in enumerate(factors))
 
