@@ -33,6 +33,17 @@ from .param import truncated_normal as truncated_normal
 from .param import uniform as uniform
 from .param import zeros as zeros
 from .rules import rule as rule
+from .shard_map import all_gather as all_gather
+from .shard_map import all_gather_invariant as all_gather_invariant
+from .shard_map import all_to_all as all_to_all
+from .shard_map import axis_index as axis_index
+from .shard_map import pmax as pmax
+from .shard_map import ppermute as ppermute
+from .shard_map import pscatter as pscatter
+from .shard_map import psum as psum
+from .shard_map import pvary as pvary
+from .shard_map import reduce_scatter as reduce_scatter
+from .shard_map import shard_map as shard_map
 from .spec import P as P
 from .spec import Type as Type
 from .step import State as State

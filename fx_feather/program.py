@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from .collectives import COLLECTIVES
+from .collectives import COLLECTIVES, Collective
 from .mesh import Mesh
 from .spec import Type
 
-_BY_OP = {c.op: c for c in COLLECTIVES.values() if c.op is not None}
+#: The collective that an operator stands for; of those that share one, the first, which gave the operator its name.
+BY_OP: dict[Any, Collective] = {c.op: c for c in reversed(COLLECTIVES.values()) if c.op is not None}
 _AXIS_INDEX = COLLECTIVES["axis_index"]
 
 
@@ -30,10 +31,12 @@ class Func:
     def collectives(self) -> Iterator["CollectiveNode"]:
         """The collectives of this graph, in order, local data movements left out."""
         for n in self.graph.nodes:
-            c = _BY_OP.get(n.target)
+            c = BY_OP.get(n.target)
             if c is not None and c.bytes(1 << 20, 2) > 0:
                 x = n.args[0].meta["val"]
-                yield CollectiveNode(c.name, tuple(n.args[1].split(",")), n.args[2], x.numel() * x.element_size(), x.dtype)
+                yield CollectiveNode(
+                    c.name, tuple(n.args[1].split(",")), n.args[2], x.numel() * x.element_size(), x.dtype
+                )
 
     def text(self) -> str:
         """The graph as text that is the same on every rank that runs the same program."""
@@ -49,7 +52,9 @@ class Func:
         lines = []
         for n in self.graph.nodes:
             args = [show(a) for a in n.args] + [f"{k}={show(v)}" for k, v in n.kwargs.items()]
-            lines.append(f"  {number[n]}{_shape(n)} = {n.op if n.op != 'call_function' else n.target}({', '.join(args)})")
+            lines.append(
+                f"  {number[n]}{_shape(n)} = {n.op if n.op != 'call_function' else n.target}({', '.join(args)})"
+            )
         return "\n".join([f"{self.name}:", *lines])
 
 
@@ -147,7 +152,9 @@ class Program:
 
     def text(self) -> str:
         """The whole program; equal for ranks that run the same."""
-        return "\n\n".join([repr(self.mesh), *(s.text() for s in self.sections.values()), *(f.text() for f in self.funcs())])
+        return "\n\n".join(
+            [repr(self.mesh), *(s.text() for s in self.sections.values()), *(f.text() for f in self.funcs())]
+        )
 
     def fingerprint(self) -> str:
         """A hash of the text, compared between ranks before the first run."""

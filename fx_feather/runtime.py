@@ -11,13 +11,12 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from .collectives.primitive import COLLECTIVES, Collective
+from .collectives import Collective
 from .errors import MeshError, RankError, fail
 from .mesh import Mesh
-from .program import Func, Section
+from .program import BY_OP, Func, Section
 from .spec import Type, assemble
 
-_BY_OP: dict[Any, Collective] = {c.op: c for c in COLLECTIVES.values() if c.op is not None}
 
 #: Seconds that a rank waits for the others in a collective; the environment variable FX_FEATHER_TIMEOUT sets another.
 TIMEOUT_S = 600.0
@@ -141,8 +140,8 @@ class Runtime:
             graph = fx.Graph()
             graph.output(graph.graph_copy(func.graph, {}))
             for n in graph.nodes:
-                if n.target in _BY_OP:
-                    n.target, n.args, n.kwargs = *self._bind(_BY_OP[n.target], n), {}
+                if n.target in BY_OP:
+                    n.target, n.args, n.kwargs = *self._bind(BY_OP[n.target], n), {}
             self._bound[func] = fx.GraphModule(func.constants, graph).forward
         return self._bound[func]
 
@@ -178,12 +177,25 @@ class Runtime:
 
 
 _PEER_WORDS = (
-    "Connection closed", "Connection reset", "timed out", "Timed out", "timeout", "Timeout", "Broken pipe", "closed by peer",
-    "Connection refused", "NCCL error", "Socket", "remote process exited", "Application timeout",
+    "Connection closed",
+    "Connection reset",
+    "timed out",
+    "Timed out",
+    "timeout",
+    "Timeout",
+    "Broken pipe",
+    "closed by peer",
+    "Connection refused",
+    "NCCL error",
+    "Socket",
+    "remote process exited",
+    "Application timeout",
 )
 
 
-def _psum(group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device) -> Callable[..., torch.Tensor]:
+def _psum(
+    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
+) -> Callable[..., torch.Tensor]:
     def run(x: torch.Tensor) -> torch.Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(out, group=group)
@@ -192,7 +204,9 @@ def _psum(group: Any, peers: list[int], index: int, static: dict[str, Any], devi
     return run
 
 
-def _pmax(group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device) -> Callable[..., torch.Tensor]:
+def _pmax(
+    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
+) -> Callable[..., torch.Tensor]:
     def run(x: torch.Tensor) -> torch.Tensor:
         out = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(out, op=dist.ReduceOp.MAX, group=group)
@@ -201,14 +215,29 @@ def _pmax(group: Any, peers: list[int], index: int, static: dict[str, Any], devi
     return run
 
 
+def _sorted(peers: list[int]) -> list[int] | None:
+    """For each place in a group the place among its ranks in rising order, as torch.distributed has them.
+
+    None where the two are the same: in all groups whose axes stand as in the mesh.
+    """
+    places = [sorted(peers).index(r) for r in peers]
+    return None if places == sorted(places) else places
+
+
+def _inverse(places: list[int] | None) -> list[int] | None:
+    return None if places is None else [places.index(i) for i in range(len(places))]
+
+
 def _all_gather(
     group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
 ) -> Callable[..., torch.Tensor]:
-    dim = static["dim"]
+    dim, n, places = static["dim"], len(peers), _sorted(peers)
 
     def run(x: torch.Tensor) -> torch.Tensor:
         flat = x.new_empty((n, *x.shape))
         dist.all_gather_into_tensor(flat.view(-1), x.contiguous().view(-1), group=group)
+        if places is not None:
+            flat = flat[places]
         if dim == 0:
             return flat.view(n * x.shape[0], *x.shape[1:])
         shape = list(x.shape)
@@ -221,13 +250,14 @@ def _all_gather(
 def _reduce_scatter(
     group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
 ) -> Callable[..., torch.Tensor]:
-    dim = static["dim"]
+    dim, n, places = static["dim"], len(peers), _inverse(_sorted(peers))
 
     def run(x: torch.Tensor) -> torch.Tensor:
         shape = list(x.shape)
         shape[dim] //= n
         rows = x.view(*x.shape[:dim], n, *shape[dim:]) if x.is_contiguous() else x.unflatten(dim, (n, shape[dim]))
-        rows = rows.movedim(dim, 0).contiguous()
+        rows = rows.movedim(dim, 0)
+        rows = rows.contiguous() if places is None else rows[places]
         out = x.new_empty(shape)
         dist.reduce_scatter_tensor(out.view(-1), rows.view(-1), group=group)
         return out
@@ -238,13 +268,15 @@ def _reduce_scatter(
 def _all_to_all(
     group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
 ) -> Callable[..., torch.Tensor]:
-    split, concat = static["split_dim"], static["concat_dim"]
+    split, concat, n, places = static["split_dim"], static["concat_dim"], len(peers), _sorted(peers)
+    order = _inverse(places)
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        rows = torch.stack(x.chunk(n, split))
+        rows = x.chunk(n, split)
+        rows = torch.stack(rows if order is None else [rows[i] for i in order])
         out = torch.empty_like(rows)
         dist.all_to_all_single(out, rows, group=group)
-        return torch.cat(out.unbind(0), concat)
+        return torch.cat(out.unbind(0) if places is None else [out[i] for i in places], concat)
 
     return run
 
@@ -261,9 +293,9 @@ def _ppermute(
             if source == destination == index:
                 out.copy_(x)
             elif source == index:
-                ops.append(dist.P2POp(dist.isend, x, dist.get_global_rank(group, destination), group))
+                ops.append(dist.P2POp(dist.isend, x, peers[destination], group))
             elif destination == index:
-                ops.append(dist.P2POp(dist.irecv, out, dist.get_global_rank(group, source), group))
+                ops.append(dist.P2POp(dist.irecv, out, peers[source], group))
         for work in dist.batch_isend_irecv(ops) if ops else []:
             work.wait()
         return out
@@ -277,18 +309,20 @@ def _pscatter(
     dim = static["dim"]
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        size = x.shape[dim] // n
+        size = x.shape[dim] // len(peers)
         return x.narrow(dim, index * size, size).contiguous()
 
     return run
 
 
-def _pad(group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device) -> Callable[..., torch.Tensor]:
+def _pad(
+    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
+) -> Callable[..., torch.Tensor]:
     dim = static["dim"]
 
     def run(x: torch.Tensor) -> torch.Tensor:
         shape = list(x.shape)
-        shape[dim] *= n
+        shape[dim] *= len(peers)
         out = x.new_zeros(shape)
         out.narrow(dim, index * x.shape[dim], x.shape[dim]).copy_(x)
         return out

@@ -7,13 +7,11 @@ import torch
 from torch import fx
 
 from .collectives import lockstep
-from .collectives.primitive import COLLECTIVES, Collective
+from .collectives import Collective
 from .mesh import Mesh
-from .program import Func, Section
+from .program import BY_OP, Func, Section
 
 Ranks = list[torch.Tensor]
-
-_BY_OP: dict[Any, Collective] = {c.op: c for c in COLLECTIVES.values() if c.op is not None}
 
 
 class Simulator:
@@ -36,7 +34,7 @@ class Simulator:
     def call(self, func: Func, args: Sequence[Ranks]) -> list[Ranks]:
         """One function on all ranks: rank by rank if it has no collective, else node by node."""
         if func not in self._plain:
-            alone = not any(n.target in _BY_OP for n in func.graph.nodes)
+            alone = not any(n.target in BY_OP for n in func.graph.nodes)
             self._plain[func] = fx.GraphModule(func.constants, func.graph).forward if alone else None
         plain = self._plain[func]
         if plain is not None:
@@ -56,8 +54,8 @@ class Simulator:
                     env[n] = [func.constants[n.target]] * self.mesh.size
                 case "output":
                     return [env[o] for o in n.args[0]]
-                case _ if n.target in _BY_OP:
-                    env[n] = self._collective(_BY_OP[n.target], n, env)
+                case _ if n.target in BY_OP:
+                    env[n] = self._collective(BY_OP[n.target], n, env)
                 case _:
                     env[n] = [
                         n.target(

@@ -107,11 +107,12 @@ def ppermute(x: Tensor, axes: Axes, n: int, perm: Sequence[tuple[int, int]]) -> 
     """
     names = as_axes(axes)
     check_group("ppermute", names, n)
-    _check_perm(names, n, perm)
+    check_perm(names, n, perm)
     return apply("ppermute", x, names, n, {"perm": [int(r) for pair in perm for r in pair]})
 
 
-def _check_perm(axes: tuple[str, ...], n: int, perm: Sequence[tuple[int, int]]) -> None:
+def check_perm(axes: tuple[str, ...], n: int, perm: Sequence[tuple[int, int]]) -> None:
+    """Raises MeshError unless `perm` is pairs of positions, no source and no destination twice."""
     call = f"ppermute(x, {axes!r}, n={n}, perm={list(perm)!r})"
     problems = []
 

@@ -3,7 +3,7 @@
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -153,19 +153,24 @@ class Apply(torch.autograd.Function):
             return None, None, None, None, None, None
         collective = COLLECTIVES[name]
         if collective.vjp is None:
-            fail(
-                RuleError,
-                call=_call(name, axes.split(","), n, static),
-                got=f"a cotangent {show(ct)}",
-                number=f"{name} has no vjp, and a gradient flows through it",
-                rule=f"{name} is for values that take no gradient, such as the shift of a softmax",
-                fix=f"detach its operand: {name}(x.detach(), ...)",
-            )
+            refuse_vjp(name, axes, n, static, ct)
         dual = COLLECTIVES[collective.vjp]
         if dual.reduces and grad_dtype is not None:
             ct = ct.to(grad_dtype)
         out = Apply.apply(ct, dual.name, axes, n, collective.vjp_static(static), grad_dtype)
         return out.to(ctx.dtype), None, None, None, None, None
+
+
+def refuse_vjp(name: str, axes: str, n: int, static: Static, ct: Tensor) -> NoReturn:
+    """Raises RuleError: a gradient flows through a collective that has no vjp."""
+    fail(
+        RuleError,
+        call=_call(name, axes.split(","), n, static),
+        got=f"a cotangent {show(ct)}",
+        number=f"{name} has no vjp, and a gradient flows through it",
+        rule=f"{name} is for values that take no gradient, such as the shift of a softmax",
+        fix=f"detach its operand: {name}(x.detach(), ...)",
+    )
 
 
 def apply(

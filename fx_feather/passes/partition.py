@@ -7,7 +7,7 @@ import torch
 
 from ..rules import Local
 from ..spec import Type
-from .propagate import OpStep, Plan, Root, SubStep
+from .propagate import OpStep, Plan, RegionStep, Root, SubStep
 from .reshard import Step, steps, take
 
 LocalFn = Callable[..., list[torch.Tensor]]
@@ -40,6 +40,8 @@ def partition(plan: Plan) -> LocalFn:
                 step = plan.steps[n]
                 if isinstance(step, SubStep):
                     out: Any = partition(step.plan)(*(env[r] for r in step.operands))
+                elif isinstance(step, RegionStep):
+                    out = step.region.local(*(get(r, t) for r, t in step.operands))
                 else:
                     out = _compute(step, plan, [get(r, t) for r, t in step.operands])
                 for i, x in enumerate(out if isinstance(out, (list, tuple)) else [out]):

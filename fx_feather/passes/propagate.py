@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..errors import AmbiguousError, RuleError, ShapeError, fail, raise_all
+from ..errors import AmbiguousError, RuleError, ShapeError, SpecError, fail, raise_all
 from ..layout import Layout, undivided
 from ..mesh import Mesh
 from ..rules import Conflict, OpCall, Operand, Rule, Sharding, Solution, lookup, solve
 from ..rules.rule import fill
 from ..spec import Type
 from ..trace import trace_unit
-from ..unit import Aval, Unit, user_line
+from ..unit import Aval, Region, Unit, user_line
 
 #: A value of a unit: the node that makes it, and which of its results it is.
 Root = tuple[fx.Node, int]
@@ -46,8 +46,16 @@ class OpStep:
 
 
 @dataclasses.dataclass
+class RegionStep:
+    """Per-rank code written by hand: operands are converted to the types that it takes."""
+
+    region: Region
+    operands: list[tuple[Root, Type]]
+
+
+@dataclasses.dataclass
 class SubStep:
-    """An operator replaced by its decomposition, or by a manual region: a plan of its own."""
+    """An operator replaced by its decomposition: a plan of its own."""
 
     plan: "Plan"
     operands: list[Root]
@@ -61,7 +69,7 @@ class Plan:
     mesh: Mesh
     inputs: list[Root]
     types: dict[Root, Type]
-    steps: dict[fx.Node, OpStep | SubStep]
+    steps: dict[fx.Node, OpStep | RegionStep | SubStep]
     outputs: list[tuple[Root, Type]]
 
     @property
@@ -75,7 +83,7 @@ class Plan:
     def uses(self, root: Root) -> Iterator[Type]:
         """The types that the uses of a value ask for."""
         for step in self.steps.values():
-            if isinstance(step, OpStep):
+            if isinstance(step, OpStep | RegionStep):
                 yield from (t for r, t in step.operands if r == root)
             else:
                 for inner, r in zip(step.plan.inputs, step.operands, strict=True):
@@ -154,6 +162,8 @@ def propagate(
                 env[n] = source[n.args[1]]
             case _ if n.target is torch.ops.fx_feather.constrain.default:
                 env[n] = _constrain(n, env[n.args[0]], mesh, layout)
+            case _ if n.target is torch.ops.fx_feather.region.default:
+                env[n] = _manual(plan, n, env)
             case _:
                 env[n] = _operator(plan, n, env, layout, where)
     return plan
@@ -164,6 +174,22 @@ def _constrain(n: fx.Node, v: Any, mesh: Mesh, layout: Layout) -> Value:
     t = Type(v.logical.dtype, v.logical.shape, layout.value_dims(names), names=names)
     raise_all(ShapeError, undivided(t, mesh, f"constrain(x, {n.args[1]!r}) at {user_line(n)}"))
     return Value(v.root, t)
+
+
+def _manual(plan: Plan, n: fx.Node, env: dict[fx.Node, Any]) -> list[Value]:
+    region = plan.unit.regions[n.args[1]]
+    if region.mesh != plan.mesh:
+        fail(
+            SpecError,
+            call=f"shard_map({region.name}, mesh={region.mesh!r}) at {user_line(n)}",
+            got=f"a program for {plan.mesh!r}",
+            number=f"{region.mesh!r} is not {plan.mesh!r}",
+            rule="a manual region runs on the mesh of the program that it is part of",
+            fix=f"shard_map(..., mesh={plan.mesh!r})",
+        )
+    operands = [(env[a].root, t) for a, t in zip(n.args[0], region.in_types, strict=True)]
+    plan.steps[n] = RegionStep(region, operands)
+    return _results(plan, n, list(region.out_types))
 
 
 def op_call(n: fx.Node) -> tuple[OpCall, list[fx.Node]]:
@@ -353,6 +379,9 @@ def describe(plan: Plan) -> str:
                 (f"{plan.types[r].show(True)} => " if plan.types[r] != t else "") + t.show(True) for r, t in step.operands
             )
             lines.append(f"  {n.name} = {n.target}({args}) -> {', '.join(t.show(True) for t in step.results)}")
+        elif isinstance(step, RegionStep):
+            outs = ", ".join(t.show(True) for t in step.region.out_types)
+            lines.append(f"  {n.name} = {step.region.name}({', '.join(t.show(True) for _, t in step.operands)}) -> {outs}")
         else:
             lines.append(f"  {n.name} = {n.target} decomposed:")
             lines += ["    " + line for line in describe(step.plan).splitlines()]

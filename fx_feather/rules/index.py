@@ -110,7 +110,7 @@ def _take_along_dim(call: OpCall) -> Sharding:
         sizes = sizes_of((of_x, x.shape), (of_index, index.shape))
         return Sharding((of_x, of_index), (named(call.outs[0].shape),), sizes, whole=frozenset(sizes))
     out = call.outs[0].shape
-    of_x = tuple(("v",) if i == at else (f"d{i}",) if n == out[i] else () for i, n in enumerate(x.shape))
+    of_x: Factors = tuple(("v",) if i == at else (f"d{i}",) if n == out[i] else () for i, n in enumerate(x.shape))
     of_index = tuple((f"d{i}",) if n == out[i] else () for i, n in enumerate(index.shape))
     sizes = {**sizes_of((named(out), out)), "v": x.shape[at]}
     return Sharding((of_x, of_index), (named(out),), sizes, linear=sets([x]), lower={"v": _masked(call, "v", at)})

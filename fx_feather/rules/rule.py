@@ -216,9 +216,8 @@ def parse(pattern: str, linear: str = "") -> Callable[[OpCall], Sharding]:
             )
         sizes: dict[str, int] = {}
         whole: set[str] = set()
-        longest = max(len(o.shape) - (len(t) - 1) for t, o in zip(left, call.operands, strict=True) if "..." in t) if any(
-            "..." in t for t in left
-        ) else 0
+        leads = (len(o.shape) - (len(t) - 1) for t, o in zip(left, call.operands, strict=True) if "..." in t)
+        longest = max(leads, default=0)
 
         def dims(tokens: list[str], operand: Operand) -> Factors:
             names: list[list[str]] = []
@@ -340,15 +339,15 @@ def solve(s: Sharding, types: Sequence[Type], mesh: Mesh) -> Solution:
             except Conflict as c:
                 c.operands.append(i)
                 raise
-            for f, a in per_factor.items():
+            for f, mine in per_factor.items():
                 if f in s.whole:
-                    raise Conflict("whole", a[0], [i], f"factor {f!r} (size {s.sizes[f]}) is split by {a}", f)
+                    raise Conflict("whole", mine[0], [i], f"factor {f!r} (size {s.sizes[f]}) is split by {mine}", f)
                 old = chosen.get(f, ())
-                short, long = sorted((old, a), key=len)
+                short, long = sorted((old, mine), key=len)
                 if long[: len(short)] != short:
-                    raise Conflict("order", a[0], [holder[f], i], f"factor {f!r} is split by {old} and by {a}")
-                if len(a) > len(old):
-                    chosen[f], holder[f] = a, i
+                    raise Conflict("order", mine[0], [holder[f], i], f"factor {f!r} is split by {old} and by {mine}")
+                if len(mine) > len(old):
+                    chosen[f], holder[f] = mine, i
     for i in s.ignored:
         used = {a for axes in chosen.values() for a in axes}
         for dim, axes in zip(s.operands[i], types[i].dims, strict=True):
