@@ -85,6 +85,21 @@ def max_abs_leaf(x: Tensor) -> Tensor:
     return wide(x).abs().amax()
 
 
+def root_of_sum_leaf(parts: list[Tensor]) -> Tensor:
+    """The root of a sum of 0-dim tensors, in the widest of their dtypes."""
+    return _stacked(parts).sum().sqrt()
+
+
+def largest_leaf(parts: list[Tensor]) -> Tensor:
+    """The largest of some 0-dim tensors, in the widest of their dtypes."""
+    return _stacked(parts).amax()
+
+
+def _stacked(parts: list[Tensor]) -> Tensor:
+    dtype = widest(parts)
+    return torch.stack([p.to(dtype) for p in parts])
+
+
 adam = block(adam_leaf, name="adam")
 adamw = block(adamw_leaf, name="adamw")
 decayed = block(decay_leaf, name="decay")
@@ -95,6 +110,8 @@ scaled = block(scale_leaf, name="scale")
 applied = block(apply_leaf, name="apply_updates")
 sum_squares = block(sum_squares_leaf, name="sum_squares")
 max_abs = block(max_abs_leaf, name="max_abs")
+root_of_sum = block(root_of_sum_leaf, name="root_of_sum")
+largest = block(largest_leaf, name="largest")
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -35,10 +35,9 @@ def global_norm(values: tree.Tree, ord: float = 2) -> Tensor:
     leaves = [x for x in tree.leaves(values) if x.numel()]
     if not leaves:
         return torch.zeros(())
-    parts = [(leaf.sum_squares if ord == 2 else leaf.max_abs)(x) for x in leaves]
-    dtype = leaf.widest(parts)
-    stacked = torch.stack([p.to(dtype) for p in parts])
-    return stacked.sum().sqrt() if ord == 2 else stacked.amax()
+    if ord == 2:
+        return leaf.root_of_sum([leaf.sum_squares(x) for x in leaves])
+    return leaf.largest([leaf.max_abs(x) for x in leaves])
 
 
 def clip_by_global_norm(max_norm: float) -> Transform:

@@ -104,11 +104,15 @@ def gradient_sections(
 
         def collect(unit: str, cotangents: list[tuple[int, int]]) -> None:
             targets = [wanted[position[g]] for g, _ in cotangents]
-            for (g, _), v in zip(cotangents, s.convert([v for _, v in cotangents], targets, f"{unit}.reduce"), strict=True):
+            for (g, _), v in zip(
+                cotangents, s.convert([v for _, v in cotangents], targets, f"{unit}.reduce"), strict=True
+            ):
                 sums[g] = s.add(sums[g], v) if g in sums else v
 
         seed_type = results[0].cotangent()
-        seed = s.small(lambda: [torch.ones((), dtype=seed_type.dtype, device=s.funcs.device)], [], seed_type, "seed", seed_type)
+        seed = s.small(
+            lambda: [torch.ones((), dtype=seed_type.dtype, device=s.funcs.device)], [], seed_type, "seed", seed_type
+        )
         s.run_backward(f, {loss: seed}, collect, reshard)
         grads = [sums[g] if g in sums else _zeros(s, wanted[i]) for i, g in enumerate(program.inputs[:n])]
         outs = [f.values[o] for o in program.outputs]
@@ -137,6 +141,7 @@ class Updates:
 
     `init` gives the optimizer's state from the parameters; `check` gives the loss, the gradients' norm and what
     `update` needs of both; `update` gives new parameters and state. The state's types and structure belong to it.
+    `early` are the places, in the list of all state and parameters, of those that `check` reads after the gradients.
     """
 
     init: Section
@@ -144,10 +149,15 @@ class Updates:
     update: Section
     state_types: list[Type]
     state_tree: Any
+    early: list[int]
 
 
 def _mean(g: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     return g / count.to(g.dtype)
+
+
+def _quotient(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    return total / count
 
 
 def optimizer_sections(
@@ -180,11 +190,13 @@ def optimizer_sections(
     init = s.section("init", resting, s.contiguous(state))
 
     def update(grads: Any, total: Any, count: Any, old: Any, values: Any) -> Any:
+        # What the check needs is made of blocks: operators outside of blocks would share a unit with the update's.
         mean = block(_mean, name="mean")
+        loss = block(_quotient, name="loss")(total, count)
         grads = tree.map(lambda g: mean(g, count), grads)
         norm = global_norm(grads)
         updates, new = optimizer.update(grads, old, values)
-        return total / count, norm, apply_updates(values, updates), new
+        return loss, norm, apply_updates(values, updates), new
 
     grad_types = params.gradients()
     program = trace(
@@ -208,19 +220,23 @@ def optimizer_sections(
     )
     late = by_output(program, program.outputs[2 : 2 + n], program.outputs[2 + n :], done=early)
     made = {o for k in early for o in program.calls[k].outs}
-    carried = sorted({f.values[a] for k in late for a in program.calls[k].args if a in made})
+    needed = {a for k in late for a in program.calls[k].args} | set(program.outputs[2:])
+    carried = sorted({f.values[a] for a in needed if a in made})
     # Gradients that the update takes as they came stay alive across the check.
     taken = sorted({f.values[a] for k in late for a in program.calls[k].args if a in program.inputs})
-    check_inputs = inputs[: n + 2]
-    passed = [v for v in check_inputs if v in taken]
-    check = s.section("check", check_inputs, [loss, norm, *carried, *passed])
+    passed = [v for v in inputs[: n + 2] if v in taken]
+    # A call that makes the norm may make more of the optimizer's small values, such as the number of the next step.
+    read = {f.values[a] for k in early for a in program.calls[k].args}
+    rest = inputs[n + 2 :]
+    at = [i for i, v in enumerate(rest) if v in read]
+    check = s.section("check", [*inputs[: n + 2], *(rest[i] for i in at)], [loss, norm, *carried, *passed])
     s.run_forward(f, {}, set(), late)
     outs = [f.values[o] for o in program.outputs[2:]]
     new_params = s.convert(outs[:n], at_rest, "store", bucket)
     new_state = s.convert(outs[n:], state_types, "optimizer.state")
     outs = s.contiguous([*new_params, *new_state])
-    section = s.section("update", [*carried, *passed, *inputs[n + 2 :]], outs)
-    return Updates(init, check, section, state_types, init_program.out_tree)
+    section = s.section("update", [*carried, *passed, *rest], outs)
+    return Updates(init, check, section, state_types, init_program.out_tree, at)
 
 
 def loss_function(loss_fn: Callable[..., Any]) -> Callable[..., list[torch.Tensor]]:
@@ -232,7 +248,11 @@ def loss_function(loss_fn: Callable[..., Any]) -> Callable[..., list[torch.Tenso
         good = isinstance(out, tuple) and len(out) in (2, 3)
         scalars = good and all(isinstance(x, torch.Tensor) and x.ndim == 0 for x in out[:2])
         if not scalars or not out[0].is_floating_point():
-            shown = [f"{type(x).__name__}{list(x.shape) if isinstance(x, torch.Tensor) else ''}" for x in out] if good else type(out).__name__
+            shown = (
+                [f"{type(x).__name__}{list(x.shape) if isinstance(x, torch.Tensor) else ''}" for x in out]
+                if good
+                else type(out).__name__
+            )
             fail(
                 ShapeError,
                 call=f"{getattr(loss_fn, '__name__', 'loss_fn')}(params, batch)",
