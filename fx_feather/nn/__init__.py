@@ -7,3 +7,4 @@ from . import loss as loss
 from . import mlp as mlp
 from . import norm as norm
 from . import rope as rope
+from . import rope_scaling as rope_scaling
