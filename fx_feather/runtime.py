@@ -17,7 +17,6 @@ from .mesh import Mesh
 from .program import BY_OP, Func, Section
 from .spec import Type, assemble
 
-
 #: Seconds that a rank waits for the others in a collective; the environment variable FX_FEATHER_TIMEOUT sets another.
 TIMEOUT_S = 600.0
 
@@ -193,6 +192,11 @@ _PEER_WORDS = (
 )
 
 
+# Later versions of torch give these two shorter names, and warn of the older ones.
+_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
 def _psum(
     group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
 ) -> Callable[..., torch.Tensor]:
@@ -235,7 +239,7 @@ def _all_gather(
 
     def run(x: torch.Tensor) -> torch.Tensor:
         flat = x.new_empty((n, *x.shape))
-        dist.all_gather_into_tensor(flat.view(-1), x.contiguous().view(-1), group=group)
+        _gather_flat(flat.view(-1), x.contiguous().view(-1), group=group)
         if places is not None:
             flat = flat[places]
         if dim == 0:
@@ -259,7 +263,7 @@ def _reduce_scatter(
         rows = rows.movedim(dim, 0)
         rows = rows.contiguous() if places is None else rows[places]
         out = x.new_empty(shape)
-        dist.reduce_scatter_tensor(out.view(-1), rows.view(-1), group=group)
+        _scatter_flat(out.view(-1), rows.view(-1), group=group)
         return out
 
     return run
@@ -333,7 +337,7 @@ def _pad(
 def _keep_first(
     group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
 ) -> Callable[..., torch.Tensor]:
-    return (lambda x: x.clone()) if index == 0 else torch.zeros_like
+    return (lambda x: x.clone()) if index == 0 else lambda x: torch.zeros_like(x)
 
 
 def _axis_index(

@@ -6,8 +6,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .collectives import lockstep
-from .collectives import Collective
+from .collectives import Collective, lockstep
 from .mesh import Mesh
 from .program import BY_OP, Func, Section
 

@@ -81,7 +81,7 @@ class Step(Common):
         g = gradient_sections(s, program, self.params, self.batch.types, reshard, bucket_bytes)
         self._result_types = g.finish.out_types()[len(self.params.types) :]
         u = optimizer_sections(s, optimizer, self.params, g.finish.outputs[: len(self.params.types) + 2], bucket_bytes)
-        self._state_types, self._state_tree = u.state_types, u.state_tree
+        self._state_types, self._state_tree, self._early = u.state_types, u.state_tree, u.early
         sections = {"init": u.init, "first": g.first}
         if accumulate > 1:
             sections["following"] = g.following
@@ -121,10 +121,11 @@ class Step(Common):
             BatchError: a batch that is not like the example.
         """
         call = "step(state, batch)"
-        params, opt = self._values(state, call)
+        opt = self._opt_leaves(state, call)
         microbatches = self.local_microbatches(batch)
         run = self.runtime()
-        leaves = self.local_params(params, call)
+        # No name but the state's own may hold the old parameters, or they would outlive their update.
+        leaves = self.local_params(state.params, call)
         new, metrics = self._step(state, leaves, opt, microbatches, run.run, run.item, run.any)
         return self._state(new, state), metrics
 
@@ -135,9 +136,9 @@ class Step(Common):
         of a real run. Nothing is taken over: `state` can be used again.
         """
         call = "simulate(state, batch)"
-        params, opt = self._values(state, call)
+        opt = self._opt_leaves(state, call)
         sim = self.simulator()
-        leaves = self.scatter(self.whole_params(params, call), self.params.at_rest())
+        leaves = self.scatter(self.whole_params(state.params, call), self.params.at_rest())
         moments = self.scatter(opt, self._state_types)
         new, metrics = self._step(
             dataclasses.replace(state),
@@ -159,10 +160,10 @@ class Step(Common):
 
         It is for looking at states and comparing them: every rank must call it, and each then holds all values.
         """
-        params, opt = self._values(state, "whole(state)")
+        opt = self._opt_leaves(state, "whole(state)")
         if state.whole:
             return state
-        values = self.runtime().gather([*tree.leaves(params), *opt], [*self.params.at_rest(), *self._state_types])
+        values = self.runtime().gather([*tree.leaves(state.params), *opt], [*self.params.at_rest(), *self._state_types])
         return dataclasses.replace(self._state(values, state), step=state.step, whole=True)
 
     def _state(self, leaves: list[torch.Tensor], before: State) -> State:
@@ -170,10 +171,10 @@ class Step(Common):
         params = tree.unflatten(self.params.treedef, leaves[:n])
         return State(params, tree.unflatten(self._state_tree, leaves[n:]), before.step + 1, before.whole)
 
-    def _values(self, state: State, call: str) -> tuple[Any, list[Any]]:
+    def _opt_leaves(self, state: State, call: str) -> list[Any]:
         state.check(call)
         tree.check_same(self._state_tree, state.opt, call=call, name="state.opt")
-        return state.params, tree.leaves(state.opt)
+        return tree.leaves(state.opt)
 
     def _step(
         self,
@@ -190,17 +191,18 @@ class Step(Common):
         so_far = run(sections["first"], [*params, *microbatches[0]])
         for data in microbatches[1:]:
             so_far = run(sections["following"], [*params, *data, *so_far])
-        *reduced, = run(sections["finish"], so_far)
+        (*reduced,) = run(sections["finish"], so_far)
         del so_far
         grads, results = reduced[:n], reduced[n:]
-        checked = run(sections["check"], [*grads, *results[:2]])
+        resting = [*opt, *params]
+        checked = run(sections["check"], [*grads, *results[:2], *(resting[i] for i in self._early)])
         loss, norm, count = item(checked[0]), item(checked[1]), item(results[1])
         if not (math.isfinite(loss) and math.isfinite(norm)):
             self._refuse(state.step, loss, norm, count, grads, any_rank)
         del grads, reduced
         state.take()
-        inputs = [*checked[2:], *opt, *params]
-        del checked
+        inputs = [*checked[2:], *resting]
+        del checked, resting
         params.clear()
         opt.clear()
         new = run(sections["update"], inputs)
@@ -218,7 +220,8 @@ class Step(Common):
         flags = [finite(g) for g in grads]
         per_rank = list(zip(*flags, strict=True)) if flags and isinstance(flags[0], list) else flags
         bad = [p for p, f in zip(self.params.paths, any_rank(per_rank), strict=True) if f]
-        first = f"params{bad[0]} (and {len(bad) - 1} more leaves)" if bad else "no gradient: only the loss"
+        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
+        first = f"params{bad[0]}{more}" if bad else "no gradient: only the loss"
         number = f"first leaf with a gradient that is not finite: {first}"
         if count == 0:
             number = f"the count is 0: no element of the batch counts towards the loss; {number}"
