@@ -53,22 +53,71 @@ def template(
     return params
 
 
-def attention(params: dict[str, Any], h: Tensor, cos: Tensor, sin: Tensor, *, eps: float = 1e-5) -> Tensor:
-    """Each token reads from itself and the tokens before it in the sequence.
+def document_mask(documents: Tensor, positions: Tensor) -> Tensor:
+    """Which keys each query reads in sequences of several documents: those of its own, at no later position.
 
-    Query head `i` reads key and value head `i // (heads / kv_heads)` (Ainslie et al., GQA, 2023). Where the
-    template has q/k-norms they act on each head alone, before the turn, which keeps lengths (Qwen3, 2025).
+    Order is told by positions rather than by places, so that the tokens of a sequence may stand in any order.
+
+    Args:
+        documents: int`[batch, seq]`, equal for the tokens of one document.
+        positions: int`[batch, seq]`, from 0 on in each document.
+
+    Returns:
+        bool`[batch, 1, seq, seq]`, rows for queries and columns for keys; the 1 stands for heads.
+
+    >>> document_mask(torch.tensor([[7, 7, 3]]), torch.tensor([[0, 1, 0]])).int()
+    tensor([[[[1, 0, 0],
+              [1, 1, 0],
+              [0, 0, 1]]]], dtype=torch.int32)
+    """
+    same = documents.unsqueeze(2) == documents.unsqueeze(1)
+    before = positions.unsqueeze(1) <= positions.unsqueeze(2)
+    return constrain((same & before).unsqueeze(1), "batch _ seq _")
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+    """The mean of the values that each query reads, weighted by the softmax of its scores.
+
+    Query head `i` reads key and value head `i // (heads / kv_heads)` (Ainslie et al., GQA, 2023).
+
+    Args:
+        q: `[batch, heads, seq, head_dim]`.
+        k: `[batch, kv_heads, seq, head_dim]`.
+        v: `[batch, kv_heads, seq, value_dim]`.
+        mask: bool`[batch, 1, seq, seq]`, such as `document_mask`; without it each token reads itself and those before
+            it in the sequence.
+        scale: multiplies the scores, 1 / sqrt(head_dim) by default.
+
+    Returns:
+        `[batch, heads, seq, value_dim]`.
+
+    Source: Vaswani et al., Attention Is All You Need, 2017, eq. 1.
+
+    >>> one = torch.ones(1, 1, 2, 1)
+    >>> attend(one, one, torch.tensor([[[[4.0], [2.0]]]])).flatten()
+    tensor([4., 3.])
+    """
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+    )
+
+
+def attention(
+    params: dict[str, Any], h: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None, *, eps: float = 1e-5
+) -> Tensor:
+    """Each token reads from itself and the tokens before it in the sequence, or in its document.
+
+    Where the template has q/k-norms they act on each head alone, before the turn, which keeps lengths (Qwen3, 2025).
 
     Args:
         params: from `template`.
         h: `[batch, seq, embed]`, normalised.
         cos, sin: `[batch, 1, seq, head_dim]`, from `rope.tables`.
+        mask: see `attend`.
         eps: of the q/k-norms.
 
     Returns:
         `[batch, seq, embed]`, to be added to the residual stream.
-
-    Source: Vaswani et al., Attention Is All You Need, 2017, eq. 1.
 
     >>> cos, sin = rope.tables(torch.tensor([[0, 1]]), head_dim=2)
     >>> one = torch.ones(1, 1, 2)
@@ -87,8 +136,6 @@ def attention(params: dict[str, Any], h: Tensor, cos: Tensor, sin: Tensor, *, ep
     if "q_norm" in params:
         q = norm.rms_norm(params["q_norm"], q, eps)
         k = norm.rms_norm(params["k_norm"], k, eps)
-    q, k = rope.rotate(q, cos, sin), rope.rotate(k, cos, sin)
-    grouped = q.shape[1] != k.shape[1]
-    values = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    values = attend(rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v, mask)
     out = torch.einsum("bhsd,hde->bse", values, params["o"])
     return constrain(out, "batch residual_seq embed")

@@ -67,3 +67,48 @@ def test_template_names_heads_as_dims_of_their_own():
     }
     assert tuple(template["o"].shape) == (6, D, E)
     assert set(attention.template(E, 6, 2, D)) == {"q", "k", "v", "o"}
+
+
+def packed(lengths, numbers):
+    """Documents and positions of a sequence in which documents of these lengths follow each other."""
+    documents = torch.cat([torch.full((n,), i) for n, i in zip(lengths, numbers, strict=True)])
+    return documents[None], torch.cat([torch.arange(n) for n in lengths])[None]
+
+
+def masked(params, h, documents, positions):
+    mask = attention.document_mask(documents, positions)
+    return attention.attention(params, h, *rope.tables(positions, D, dtype=torch.float64), mask)
+
+
+def test_packed_documents_equal_the_documents_one_by_one():
+    params, lengths = random_params(6, 2, True), [4, 1, 6, 2]
+    documents, positions = packed(lengths, [3, 0, 7, 1])
+    h, weigh = torch.randn(2, 1, sum(lengths), E).double()
+
+    def alone(p):
+        rows = h.split(lengths, dim=1)
+        each = [torch.arange(n)[None] for n in lengths]
+        outs = [
+            attention.attention(p, x, *rope.tables(at, D, dtype=torch.float64)) for x, at in zip(rows, each, strict=True)
+        ]
+        return torch.cat(outs, 1)
+
+    torch.testing.assert_close(masked(params, h, documents, positions), alone(params), rtol=1e-10, atol=1e-10)
+    ours = torch.func.grad(lambda p: (masked(p, h, documents, positions) * weigh).sum())(params)
+    expected = torch.func.grad(lambda p: (alone(p) * weigh).sum())(params)
+    for name in params:
+        torch.testing.assert_close(ours[name], expected[name], rtol=1e-9, atol=1e-9)
+
+
+def test_documents_may_stand_in_any_order_of_tokens():
+    params, (documents, positions) = random_params(4, 4, False), packed([5, 3], [0, 1])
+    h, order = torch.randn(1, 8, E).double(), torch.randperm(8)
+    shuffled = masked(params, h[:, order], documents[:, order], positions[:, order])
+    torch.testing.assert_close(shuffled, masked(params, h, documents, positions)[:, order], rtol=1e-10, atol=1e-10)
+
+
+def test_one_document_is_plain_causal_attention():
+    params, h = random_params(4, 2, False), torch.randn(B, S, E).double()
+    positions = torch.arange(S).expand(B, S)
+    plain = attention.attention(params, h, *rope.tables(positions, D, dtype=torch.float64))
+    torch.testing.assert_close(masked(params, h, torch.zeros_like(positions), positions), plain, rtol=1e-10, atol=1e-10)
