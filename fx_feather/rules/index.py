@@ -106,14 +106,14 @@ def _take_along_dim(call: OpCall) -> Sharding:
     x, index = call.operands
     at = call.dim(2, "dim") if call.arg(2, "dim") is not None else None
     if at is None:
-        of_x, of_index = tuple((f"x{i}",) for i in range(x.ndim)), named(index.shape)
-        sizes = sizes_of((of_x, x.shape), (of_index, index.shape))
-        return Sharding((of_x, of_index), (named(call.outs[0].shape),), sizes, whole=frozenset(sizes))
+        flat, of_index = tuple((f"x{i}",) for i in range(x.ndim)), named(index.shape)
+        sizes = sizes_of((flat, x.shape), (of_index, index.shape))
+        return Sharding((flat, of_index), (named(call.outs[0].shape),), sizes, whole=frozenset(sizes))
     out = call.outs[0].shape
-    of_x: Factors = tuple(("v",) if i == at else (f"d{i}",) if n == out[i] else () for i, n in enumerate(x.shape))
-    of_index = tuple((f"d{i}",) if n == out[i] else () for i, n in enumerate(index.shape))
+    of_x = tuple(("v",) if i == at else (f"d{i}",) if n == out[i] else () for i, n in enumerate(x.shape))
+    of_chosen = tuple((f"d{i}",) if n == out[i] else () for i, n in enumerate(index.shape))
     sizes = {**sizes_of((named(out), out)), "v": x.shape[at]}
-    return Sharding((of_x, of_index), (named(out),), sizes, linear=sets([x]), lower={"v": _masked(call, "v", at)})
+    return Sharding((of_x, of_chosen), (named(out),), sizes, linear=sets([x]), lower={"v": _masked(call, "v", at)})
 
 
 register("take_along_dim.default", Rule(_take_along_dim, text="v ..., j ... -> j ..."))

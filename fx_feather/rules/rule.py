@@ -202,7 +202,18 @@ def parse(pattern: str, linear: str = "") -> Callable[[OpCall], Sharding]:
             fix='for example "b s, s -> b s"',
         )
     left, right = (_tokens(side, pattern) for side in pattern.split("->"))
-    sets = tuple(frozenset(int(i) for i in group.split(",")) for group in linear.split("|") if group.strip())
+    groups = [[i.strip() for i in group.split(",")] for group in linear.split("|") if group.strip()]
+    wrong = [i for group in groups for i in group if not i.isdigit() or int(i) >= len(left)]
+    if wrong:
+        fail(
+            RuleError,
+            call=f"rule pattern {pattern!r}",
+            got=f"linear={linear!r}",
+            number=f"{wrong[0]!r} is not the number of an operand",
+            rule=f"the operands are numbered 0 to {len(left) - 1}; `|` parts sets of them, `,` the members of a set",
+            fix='linear="0|1" for a product, linear="0,1" for a sum',
+        )
+    sets = tuple(frozenset(int(i) for i in group) for group in groups)
 
     def shard(call: OpCall) -> Sharding:
         if len(call.operands) != len(left) or len(call.outs) != len(right):

@@ -80,14 +80,44 @@ def add(name: str, *args: Any, fn: Callable[..., Any] | None = None, **kwargs: A
 
 
 # Pointwise: by tag, by name, linear and not.
-for _name in "neg exp sin cos silu sigmoid tanh relu gelu softplus abs erf square sgn floor".split():
+for _name in [
+    "neg",
+    "exp",
+    "sin",
+    "cos",
+    "silu",
+    "sigmoid",
+    "tanh",
+    "relu",
+    "gelu",
+    "softplus",
+    "abs",
+    "erf",
+    "square",
+    "sgn",
+    "floor",
+]:
     add(f"{_name}.default", f(4, 5))
-for _name in "log sqrt rsqrt reciprocal log1p".split():
+for _name in ["log", "sqrt", "rsqrt", "reciprocal", "log1p"]:
     add(f"{_name}.default", p(6, 5))
-for _name in """alias detach contiguous _to_copy negative real conj hardswish log_sigmoid absolute lift_fresh_copy
-    lift_fresh zeros_like ones_like""".split():
+for _name in [
+    "alias",
+    "detach",
+    "contiguous",
+    "_to_copy",
+    "negative",
+    "real",
+    "conj",
+    "hardswish",
+    "log_sigmoid",
+    "absolute",
+    "lift_fresh_copy",
+    "lift_fresh",
+    "zeros_like",
+    "ones_like",
+]:
     add(f"{_name}.default", f(4, 5))
-for _name in "add sub mul maximum atan2 rsub multiply subtract".split():
+for _name in ["add", "sub", "mul", "maximum", "atan2", "rsub", "multiply", "subtract"]:
     _overload = "default" if _name in ("maximum", "atan2") else "Tensor"
     add(f"{_name}.{_overload}", f(4, 5), f(4, 5))
     add(f"{_name}.{_overload}", f(3, 1, 5), f(4, 1))
@@ -100,7 +130,7 @@ add("subtract.Scalar", f(4, 5), 1.5)
 add("mul.Tensor", f(4, 5), 1.5)
 add("multiply.Scalar", f(4, 5), 1.5)
 add("mul.Scalar", f(4, 5), 1.5)
-for _name in "div divide true_divide".split():
+for _name in ["div", "divide", "true_divide"]:
     add(f"{_name}.Tensor", f(4, 5), p(5))
     add(f"{_name}.Tensor", f(4, 5), 3.0)
     add(f"{_name}.Scalar", f(4, 5), 3.0)
@@ -124,14 +154,14 @@ add("lerp.Scalar", f(4, 5), f(4, 5), 0.3)
 add("lerp.Tensor", f(4, 5), f(4, 5), f(5))
 add("addcmul.default", f(4, 5), f(4, 5), f(5), value=0.5)
 add("addcdiv.default", f(4, 5), f(5), p(4, 5))
-for _name in "gt le eq".split():
+for _name in ["gt", "le", "eq"]:
     add(f"{_name}.Scalar", f(4, 5), 0.1)
     add(f"{_name}.Tensor", f(4, 5), f(5))
-for _name in "greater less not_equal greater_equal less_equal".split():
+for _name in ["greater", "less", "not_equal", "greater_equal", "less_equal"]:
     add(f"{_name}.Scalar", f(4, 5), 0.1)
     add(f"{_name}.Tensor", f(4, 5), f(4, 1))
 add("isclose.default", f(4, 5), f(5))
-for _name in "__and__ __or__ __xor__".split():
+for _name in ["__and__", "__or__", "__xor__"]:
     add(f"{_name}.Tensor", b(4, 5), b(5))
     add(f"{_name}.Scalar", b(4, 5), True)
 add("logical_and.default", b(4, 5), b(5))
@@ -187,28 +217,28 @@ for _dim in ([1], [0, -1], [], None):
 add("mean.default", f(4, 5))
 add("mean.dim", f(4, 5, 3), [1], True)
 add("mean.dim", f(4, 5), [0, 1])
-for _name in "amax amin".split():
+for _name in ["amax", "amin"]:
     add(f"{_name}.default", f(4, 5), [1], True)
     add(f"{_name}.default", f(4, 5), [])
     add(f"{_name}.default", i(3, 4, 5), [1])
-for _name in "argmax argmin".split():
+for _name in ["argmax", "argmin"]:
     add(f"{_name}.default", f(4, 5))
     add(f"{_name}.default", f(4, 5), 1, True)
     add(f"{_name}.default", i(3, 4, 5), 1)
-for _name in "max min".split():
+for _name in ["max", "min"]:
     add(f"{_name}.default", f(4, 5))
     add(f"{_name}.dim", f(4, 5), 1)
     add(f"{_name}.dim", f(4, 5), 0, True)
 add("logsumexp.default", f(4, 5), [1])
 add("logsumexp.default", f(4, 5), [0, 1], True)
-for _name in "softmax.int log_softmax.int".split():
+for _name in ["softmax.int", "log_softmax.int"]:
     add(_name, f(4, 5), -1)
     add(_name, f(4, 5, 3), 1, torch.float64)
-for _name in "_softmax.default _log_softmax.default".split():
+for _name in ["_softmax.default", "_log_softmax.default"]:
     add(_name, f(4, 5), 1, False)
-for _name in "cumsum cumprod logcumsumexp cummax cummin".split():
+for _name in ["cumsum", "cumprod", "logcumsumexp", "cummax", "cummin"]:
     add(f"{_name}.default", f(4, 5), 1)
-for _name in "var std".split():
+for _name in ["var", "std"]:
     add(f"{_name}.correction", f(4, 5), [1], correction=1, keepdim=True)
     add(f"{_name}.correction", f(4, 5), None)
     add(f"{_name}.correction", f(4, 5), [0], correction=0)
@@ -216,7 +246,7 @@ for _name in "var std".split():
     add(f"{_name}.default", f(4, 5))
     add(f"{_name}.dim", f(4, 5), [1], False, True)
 add("var_mean.correction", f(4, 5), [1], correction=0)
-for _name in "any all".split():
+for _name in ["any", "all"]:
     add(f"{_name}.default", b(4, 5))
     add(f"{_name}.dim", b(4, 5), 1, True)
     add(f"{_name}.dims", b(4, 5), [0, 1])
@@ -246,7 +276,7 @@ VIEWS = [
     ((1, 6), (1, 6)),
 ]
 for _a, _b in VIEWS:
-    for _name in "view reshape _unsafe_view".split():
+    for _name in ["view", "reshape", "_unsafe_view"]:
         add(f"{_name}.default", f(*_a), list(_b))
     add("view_as.default", f(*_a), f(*_b))
     add("reshape_as.default", f(*_a), f(*_b))
@@ -263,19 +293,19 @@ add("unsqueeze.default", f(4, 5), -1)
 add("transpose.int", f(4, 5, 2), 0, -1)
 add("permute.default", f(4, 5, 2), [2, 0, 1])
 add("t.default", f(4, 5))
-for _name in "movedim moveaxis".split():
+for _name in ["movedim", "moveaxis"]:
     add(f"{_name}.int", f(4, 5, 2), 0, 2)
     add(f"{_name}.intlist", f(4, 5, 2), [0, 1], [1, 2])
-for _name in "swapaxes swapdims".split():
+for _name in ["swapaxes", "swapdims"]:
     add(f"{_name}.default", f(4, 5, 2), 0, 2)
-for _name in "numpy_T matrix_H mT mH adjoint".split():
+for _name in ["numpy_T", "matrix_H", "mT", "mH", "adjoint"]:
     add(f"{_name}.default", f(4, 5))
 add("expand.default", f(4, 1), [3, 4, 5])
 add("expand.default", f(4, 1), [-1, 5])
 add("expand.default", f(1, 5), [1, 5])
 add("expand_as.default", f(4, 1), f(4, 5))
 add("broadcast_to.default", f(4, 1), [4, 5])
-for _name in "repeat tile".split():
+for _name in ["repeat", "tile"]:
     add(f"{_name}.default", f(4, 5), [3, 1, 2])
 add("repeat_interleave.self_int", f(4, 6), 2, 1)
 add("repeat_interleave.self_int", f(4), 2)
@@ -357,7 +387,7 @@ for _reduction in (0, 1, 2):
     add("nll_loss_nd.default", f(4, 7), i(7, 4), None, _reduction, 3)
     add("nll_loss.default", f(4, 7), i(7, 4), c(7), _reduction)
     add("nll_loss2d.default", f(2, 5, 3, 2), i(5, 2, 3, 2), None, _reduction)
-    for _name in "mse_loss l1_loss smooth_l1_loss huber_loss".split():
+    for _name in ["mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss"]:
         add(f"{_name}.default", f(4, 5), f(4, 5), _reduction)
     add("soft_margin_loss.default", f(4, 5), c(4, 5), _reduction)
     add("kl_div.default", f(4, 5), p(4, 5), _reduction)
