@@ -1,0 +1,75 @@
+"""How all tests run: one thread, hypothesis the same in every run or deep by flag, and a count of what the laws saw."""
+
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+from hypothesis.statistics import collector
+
+LAWS = Path(__file__).parent / "laws"
+LEAST = 1500
+
+# Each example of a law that compiles takes seconds, so no deadline and no health check of speed.
+settings.register_profile(
+    "ci", derandomize=True, deadline=None, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.register_profile("deep", settings.get_profile("ci"), derandomize=False, max_examples=2000)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """`--deep` draws new examples in every run, and twenty times as many."""
+    parser.addoption("--deep", action="store_true", help="draw new examples, and twenty times as many")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Takes the profile that the flag names; threads of several test processes would fight over the cores."""
+    settings.load_profile("deep" if config.getoption("--deep") else "ci")
+    torch.set_num_threads(1)
+
+
+@pytest.hookimpl(hookwrapper=True, trylast=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
+    """Notes the examples that hypothesis ran, as a law that enumerates does by `record_property("examples", n)`."""
+    other = collector.value
+
+    def note(statistics: Any) -> None:
+        cases = [c for phase in statistics.values() if isinstance(phase, dict) for c in phase.get("test-cases", ())]
+        item.user_properties.append(("examples", sum(c["status"] == "valid" for c in cases)))
+        if other is not None:
+            other(statistics)
+
+    with collector.with_value(note):
+        yield
+
+
+def examples_of_laws(terminal: Any) -> Counter[str]:
+    """Examples that passed, by the file of the law; a test that notes no number is one example."""
+    seen: Counter[str] = Counter()
+    for report in terminal.stats.get("passed", ()):
+        path = Path(terminal.config.rootpath, report.nodeid.partition("::")[0])
+        if report.when == "call" and path.parent == LAWS:
+            noted = [n for name, n in report.user_properties if name == "examples"]
+            seen[path.name] += sum(noted) if noted else 1
+    return seen
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Says how many examples each law held for."""
+    seen = examples_of_laws(terminalreporter)
+    if seen:
+        each = ", ".join(f"{name.removeprefix('test_').removesuffix('.py')} {n}" for name, n in sorted(seen.items()))
+        terminalreporter.write_line(f"laws held for {sum(seen.values())} examples: {each}")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Fails a whole run whose laws saw too few examples."""
+    terminal: Any = session.config.pluginmanager.getplugin("terminalreporter")
+    if terminal is None or terminal.stats.get("failed") or terminal.stats.get("error"):
+        return
+    seen = examples_of_laws(terminal)
+    if seen.keys() == {p.name for p in LAWS.glob("test_*.py")} and sum(seen.values()) < LEAST:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
