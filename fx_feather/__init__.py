@@ -1,6 +1,8 @@
 """fx_feather: a model written once, for one device, and a layout table that splits it over many."""
 
-# Meshes, specs and layouts: how a program is split.
+# Property tests of one's own model.
+from . import testing as testing
+
 # Typed collectives, for manual regions.
 from .collectives import COLLECTIVES as COLLECTIVES
 
@@ -8,6 +10,8 @@ from .collectives import COLLECTIVES as COLLECTIVES
 from .compile import Compiled as Compiled
 from .compile import compile as compile
 from .compile import value_and_grad as value_and_grad
+
+# Meshes, specs and layouts: how a program is split.
 from .errors import FeatherError as FeatherError
 from .layout import Layout as Layout
 from .layout import Precision as Precision
