@@ -23,7 +23,7 @@ FLOORS = (
     {"spec"},
     {"initializers", "param"},
     {"layout"},
-    {"collectives"},
+    {"collectives", "kernels"},
     {"rules"},
     {"trace", "transforms"},
     {"nn", "models", "optim"},
@@ -37,7 +37,7 @@ FLOORS = (
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
 
 # A model is written for one device: of fx_feather it knows no more than this.
-MODEL_MAY_IMPORT = {"errors", "tree", "initializers", "param", "trace", "nn", "models"}
+MODEL_MAY_IMPORT = {"errors", "tree", "initializers", "param", "kernels", "trace", "nn", "models"}
 
 # Layouts and examples use what any user uses: the names of fx_feather itself, and these parts of it.
 USER_MAY_IMPORT = {"data", "metrics", "models", "nn", "testing"}

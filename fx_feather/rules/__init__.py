@@ -3,6 +3,7 @@
 import functools as ft
 
 from . import attention as _attention
+from . import experts as _experts
 from . import index as _index
 from . import loss as _loss
 from . import matmul as _matmul
@@ -22,7 +23,7 @@ from .rule import Solution as Solution
 from .rule import rule as rule
 from .rule import solve as solve
 
-FAMILIES = (_attention, _index, _loss, _matmul, _norm, _reduce, _view)
+FAMILIES = (_attention, _experts, _index, _loss, _matmul, _norm, _reduce, _view)
 
 
 _pointwise_rule = ft.cache(_pointwise)

@@ -260,6 +260,7 @@ add("linalg_vector_norm.default", f(4, 5))
 add("norm.Scalar", f(4, 5))
 add("norm.ScalarOpt_dim", f(4, 5), None, [1], True)
 add("fx_feather::fill_padding.default", f(4, 5), [1], -1.0)
+add("fx_feather::experts.default", f(2, 4, 3), i(4, 2, 4, 2), f(2, 4, 2), f(4, 3, 6), f(4, 3, 6), f(4, 6, 3))
 add("fx_feather::amax_nograd.default", f(4, 5), [1], True)
 add("fx_feather::amin_nograd.default", f(4, 5), [0, 1], False)
 

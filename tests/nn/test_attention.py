@@ -89,7 +89,8 @@ def test_packed_documents_equal_the_documents_one_by_one():
         rows = h.split(lengths, dim=1)
         each = [torch.arange(n)[None] for n in lengths]
         outs = [
-            attention.attention(p, x, *rope.tables(at, D, dtype=torch.float64)) for x, at in zip(rows, each, strict=True)
+            attention.attention(p, x, *rope.tables(at, D, dtype=torch.float64))
+            for x, at in zip(rows, each, strict=True)
         ]
         return torch.cat(outs, 1)
 
