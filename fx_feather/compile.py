@@ -120,7 +120,7 @@ class Compiled(Common):
             The local parts of the results, split as `out_types` says; pending sums are resolved.
         """
         leaves = self.local_params(params, "f(params, batch)")
-        outs = self._chain(self.runtime().run, [*leaves, *self.local_microbatches(batch)[0]])
+        outs = self._chain(self.runtime().run, [*leaves, *self.local_microbatches(batch, "f(params, batch)")[0]])
         return tree.unflatten(self._out_tree, outs)
 
     def whole(self, results: Any) -> Any:
@@ -136,7 +136,7 @@ class Compiled(Common):
     def simulate(self, params: Any, batch: Any) -> Any:
         """Runs all ranks in this process: whole values in, whole results out."""
         values = self.scatter(self.whole_params(params, "simulate(params, batch)"), self.params.at_rest())
-        outs = self._chain(self.simulator().run, [*values, *self.sim_microbatches(batch)[0]])
+        outs = self._chain(self.simulator().run, [*values, *self.sim_microbatches(batch, "simulate(params, batch)")[0]])
         return tree.unflatten(self._out_tree, self.gather(outs, self._out_types))
 
 

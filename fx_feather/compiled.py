@@ -29,7 +29,14 @@ class Common:
     """What programs of any kind share: the mesh, the types of what comes in, and the two ways to run."""
 
     def __init__(
-        self, template: Any, mesh: Mesh, layout: Layout, batch: Any, batch_dims: Any, device: str | None, microbatches: int
+        self,
+        template: Any,
+        mesh: Mesh,
+        layout: Layout,
+        batch: Any,
+        batch_dims: Any,
+        device: str | None,
+        microbatches: int,
     ):
         self.mesh, self.layout, self.template, self.device = mesh, layout, template, _device(device)
         layout.check_axes(mesh)
@@ -74,18 +81,20 @@ class Common:
         """
         leaves = self.batch.check(batch, [self._whole_shape(t) for t in self.batch.types], "shard(batch)")
         rank = self.runtime().rank
-        parts = [x[slices(t.with_(shape=tuple(x.shape)), self.mesh, rank)] for x, t in zip(leaves, self.batch.types, strict=True)]
+        parts = [
+            x[slices(t.with_(shape=tuple(x.shape)), self.mesh, rank)]
+            for x, t in zip(leaves, self.batch.types, strict=True)
+        ]
         return tree.unflatten(self.batch.treedef, [p.to(self.runtime().device) for p in parts])
 
     def _whole_shape(self, t: Type) -> tuple[int, ...]:
         at = t.names.index("batch") if t.names and "batch" in t.names else None
         return tuple(n * (self.microbatches if i == at else 1) for i, n in enumerate(t.shape))
 
-    def local_microbatches(self, batch: Any) -> list[list[torch.Tensor]]:
-        types = self.batch.types
-        shapes = [t.with_(shape=self._whole_shape(t)).local_shape(self.mesh) for t in types]
-        leaves = self.batch.check(batch, shapes, "step(state, batch)")
-        return self._cut(leaves)
+    def local_microbatches(self, batch: Any, call: str) -> list[list[torch.Tensor]]:
+        whole = [self._whole_shape(t) for t in self.batch.types]
+        shapes = [t.with_(shape=n).local_shape(self.mesh) for t, n in zip(self.batch.types, whole, strict=True)]
+        return self._cut(self.batch.check(batch, shapes, call, whole))
 
     def _cut(self, leaves: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         """The microbatches of a batch, leaf by leaf along the batch dim."""
@@ -97,9 +106,9 @@ class Common:
                 out[i].append(part.contiguous())
         return out
 
-    def sim_microbatches(self, batch: Any) -> list[list[list[torch.Tensor]]]:
+    def sim_microbatches(self, batch: Any, call: str) -> list[list[list[torch.Tensor]]]:
         """For each microbatch and leaf, the local part of every rank."""
-        leaves = self.batch.check(batch, [self._whole_shape(t) for t in self.batch.types], "simulate(state, batch)")
+        leaves = self.batch.check(batch, [self._whole_shape(t) for t in self.batch.types], call)
         whole = [t.with_(shape=self._whole_shape(t)) for t in self.batch.types]
         per_rank = [
             self._cut([shard(x.to(self.device), t, self.mesh, r) for x, t in zip(leaves, whole, strict=True)])
@@ -129,7 +138,7 @@ class Common:
                     call=f"{call}, params{path}",
                     got=repr(Type.whole(x)) if isinstance(x, torch.Tensor) else type(x).__name__,
                     number=f"it is not {t.store.dtype} of shape {list(shape)}",
-                    rule="parameters have the shapes and dtypes of the template, local parts in a run, whole in simulate",
+                    rule="parameters are like the template: local parts in a run, whole in simulate",
                     fix="params from init, or parts made with shard",
                 )
                 for path, x, t, shape in zip(self.params.paths, leaves, self.params.types, shapes, strict=True)

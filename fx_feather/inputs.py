@@ -22,35 +22,48 @@ class Leaves:
     treedef: Any
     types: list[Type]
 
-    def check(self, batch: Any, shapes: Sequence[tuple[int, ...]], call: str) -> list[torch.Tensor]:
-        """The leaves of `batch`; BatchError lists all that differ from what was compiled for."""
+    def check(
+        self, batch: Any, shapes: Sequence[tuple[int, ...]], call: str, whole: Sequence[tuple[int, ...]] = ()
+    ) -> list[torch.Tensor]:
+        """The leaves of `batch`; BatchError lists all that differ from what was compiled for.
+
+        `whole` are the whole shapes where `shapes` are those of local parts.
+        """
         leaves, treedef = tree.flatten(batch)
-        problems = []
+        paths, problems = tree.paths(batch), []
         if treedef != self.treedef:
-            have, want = tree.paths(batch), self.paths
+            missing, unknown = [p for p in self.paths if p not in paths], [p for p in paths if p not in self.paths]
+            number = f"missing {missing}, unknown {unknown}"
+            if not missing and not unknown:
+                number = f"the containers are {treedef}, not {self.treedef}"
             problems.append(
                 message(
                     call=call,
-                    got=f"leaves {have}",
-                    number=f"missing {[p for p in want if p not in have]}, unknown {[p for p in have if p not in want]}",
+                    got=f"leaves {paths}",
+                    number=number,
                     rule="a batch has the structure of the example that the program was compiled for",
-                    fix=f"a batch with the leaves {want}",
+                    fix=f"a batch with the leaves {self.paths}",
                 )
             )
-        else:
-            for path, x, t, shape in zip(self.paths, leaves, self.types, shapes, strict=True):
-                if not isinstance(x, torch.Tensor) or tuple(x.shape) != shape or x.dtype != t.dtype:
-                    got = repr(Type.whole(x)) if isinstance(x, torch.Tensor) else type(x).__name__
-                    wanted = repr(Type(t.dtype, shape, ((),) * len(shape)))
-                    problems.append(
-                        message(
-                            call=f"{call}, leaf batch{path}",
-                            got=got,
-                            number=f"{got} is not {wanted}",
-                            rule="a program is compiled for one shape and dtype of each leaf",
-                            fix=f"a tensor {wanted}, or compile with such a batch as the example",
-                        )
-                    )
+        given = dict(zip(paths, leaves, strict=True))
+        for i, (path, t, shape) in enumerate(zip(self.paths, self.types, shapes, strict=True)):
+            x = given.get(path)
+            if path not in given or (isinstance(x, torch.Tensor) and tuple(x.shape) == shape and x.dtype == t.dtype):
+                continue
+            got = repr(Type.whole(x)) if isinstance(x, torch.Tensor) else type(x).__name__
+            wanted = repr(Type(t.dtype, shape, ((),) * len(shape)))
+            fix = f"a tensor {wanted}, or compile with such a batch as the example"
+            if whole and isinstance(x, torch.Tensor) and tuple(x.shape) == whole[i]:
+                fix = "this rank's part of the batch, as step.shard(batch) gives it"
+            problems.append(
+                message(
+                    call=f"{call}, leaf batch{path}",
+                    got=got,
+                    number=f"{got} is not {wanted}",
+                    rule="a program is compiled for one shape and dtype of each leaf",
+                    fix=fix,
+                )
+            )
         raise_all(BatchError, problems)
         return leaves
 

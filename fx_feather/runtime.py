@@ -12,7 +12,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from .collectives import Collective
-from .errors import MeshError, RankError, fail
+from .errors import MeshError, RankError, fail, message
 from .mesh import Mesh
 from .program import BY_OP, Func, Section
 from .spec import Type, assemble
@@ -43,12 +43,13 @@ class Runtime:
 
     def __init__(self, mesh: Mesh, device: str):
         self.mesh = mesh
-        self.rank = 0
+        self.rank = int(os.environ.get("RANK", "0")) if in_world() else 0
         self.device = torch.device(device)
         if in_world() and not dist.is_initialized():
             if device == "cuda":
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
-            dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_timeout())
+            with self._peers("the start"):
+                dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_timeout())
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world != mesh.size:
             fail(
@@ -64,9 +65,10 @@ class Runtime:
             if device == "cuda":
                 self.device = torch.device("cuda", torch.cuda.current_device())
             if (mesh, device) not in _meshes and mesh.axes:
-                _meshes[mesh, device] = DeviceMesh(
-                    device, torch.arange(mesh.size).reshape(mesh.shape), mesh_dim_names=mesh.axes
-                )
+                with self._peers("making process groups"):
+                    _meshes[mesh, device] = DeviceMesh(
+                        device, torch.arange(mesh.size).reshape(mesh.shape), mesh_dim_names=mesh.axes
+                    )
         self._bound: dict[Func, Callable[..., list[torch.Tensor]]] = {}
 
     def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
@@ -151,7 +153,7 @@ class Runtime:
         operand = n.args[:at]
         index = self.mesh.index(self.rank, axes)
         if count == 1:
-            return lambda *x: c.reference(list(x) or [torch.empty(0)], **static)[0].clone(), operand
+            return lambda *x: _copied(c.reference(list(x) or [torch.empty(0)], **static)[0]), operand
         group = self.group(axes) if c.bytes(1 << 20, 2) > 0 else None
         run = _RUN[c.name](group, self.mesh.group(self.rank, axes), index, static, self.device)
         run.__name__ = c.name
@@ -166,13 +168,15 @@ class Runtime:
             text = str(e)
             if isinstance(e, RankError) or not any(word in text for word in _PEER_WORDS):
                 raise
-            raise RankError(
-                f"rank {self.rank} of {self.mesh!r} lost another rank\n"
-                f"  got:     {text.splitlines()[0]}\n"
-                f"  problem: a collective of {doing} did not complete within {_timeout().total_seconds():g} s\n"
-                f"  rule:    all ranks take part in every collective; one that died or hangs stops the others\n"
-                f"  fix:     look at the first rank that failed; FX_FEATHER_TIMEOUT=seconds sets how long to wait"
-            ) from e
+            waited = f" within {_timeout().total_seconds():g} s" if "timed out" in text.lower() else ""
+            parts = message(
+                call=f"rank {self.rank} of {self.mesh!r} lost another rank",
+                got=text.splitlines()[0],
+                number=f"{doing} did not complete{waited}",
+                rule="all ranks take part in every collective; one that died or hangs stops the others",
+                fix="look at the rank that failed first; FX_FEATHER_TIMEOUT=seconds sets how long to wait",
+            )
+            raise RankError(parts) from e
 
 
 _PEER_WORDS = (
@@ -197,11 +201,16 @@ _gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_
 _scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
+def _copied(x: torch.Tensor) -> torch.Tensor:
+    """A copy with the strides that a program expects of a collective's result, whatever those of `x` are."""
+    return x.clone(memory_format=torch.contiguous_format)
+
+
 def _psum(
     group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
 ) -> Callable[..., torch.Tensor]:
     def run(x: torch.Tensor) -> torch.Tensor:
-        out = x.clone(memory_format=torch.contiguous_format)
+        out = _copied(x)
         dist.all_reduce(out, group=group)
         return out
 
@@ -212,7 +221,7 @@ def _pmax(
     group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
 ) -> Callable[..., torch.Tensor]:
     def run(x: torch.Tensor) -> torch.Tensor:
-        out = x.clone(memory_format=torch.contiguous_format)
+        out = _copied(x)
         dist.all_reduce(out, op=dist.ReduceOp.MAX, group=group)
         return out
 
@@ -261,7 +270,7 @@ def _reduce_scatter(
         shape[dim] //= n
         rows = x.view(*x.shape[:dim], n, *shape[dim:]) if x.is_contiguous() else x.unflatten(dim, (n, shape[dim]))
         rows = rows.movedim(dim, 0)
-        rows = rows.contiguous() if places is None else rows[places]
+        rows = (rows if places is None else rows[places]).contiguous()
         out = x.new_empty(shape)
         _scatter_flat(out.view(-1), rows.view(-1), group=group)
         return out
@@ -337,7 +346,7 @@ def _pad(
 def _keep_first(
     group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
 ) -> Callable[..., torch.Tensor]:
-    return (lambda x: x.clone()) if index == 0 else lambda x: torch.zeros_like(x)
+    return (lambda x: _copied(x)) if index == 0 else lambda x: x.new_zeros(x.shape)
 
 
 def _axis_index(

@@ -122,7 +122,7 @@ class Step(Common):
         """
         call = "step(state, batch)"
         opt = self._opt_leaves(state, call)
-        microbatches = self.local_microbatches(batch)
+        microbatches = self.local_microbatches(batch, call)
         run = self.runtime()
         # No name but the state's own may hold the old parameters, or they would outlive their update.
         leaves = self.local_params(state.params, call)
@@ -144,7 +144,7 @@ class Step(Common):
             dataclasses.replace(state),
             leaves,
             moments,
-            self.sim_microbatches(batch),
+            self.sim_microbatches(batch, call),
             sim.run,
             lambda x: x[0].item(),
             lambda flags: [any(bool(f[i]) for f in flags) for i in range(len(flags[0]))],
