@@ -38,7 +38,7 @@ def _picked(logp: Tensor, target: Tensor, weight: Any, ignore: int, smoothing: f
     loss = -logp.gather(dim, rows.unsqueeze(dim)).squeeze(dim)
     counts = valid.to(logp.dtype)
     if weight is not None:
-        of_row = weight.index_select(0, rows.reshape(-1)).reshape(rows.shape)
+        of_row = aten.index.Tensor(weight, [rows])
         loss, counts = loss * of_row, counts * of_row
     if smoothing:
         shape = [-1] + [1] * (logp.dim() - 1 - dim)
