@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from fx_feather.errors import ShapeError, message, raise_all
-from fx_feather.nn import attention, embed, mlp, norm, rope
+from fx_feather.nn import attention, embed, mlp, norm
 from fx_feather.nn.loss import cross_entropy
-from fx_feather.trace import block, constrain
+from fx_feather.nn.rope_scaling import Scaling
+from fx_feather.trace import block
 
-DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+from . import decoder
+from .checks import Problems
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,7 @@ class LlamaConfig:
         mlp: size of the feed-forward block's hidden layer.
         head_dim: size of one head, even; without it `embed / heads`.
         rope_theta: base of the rotary wavelengths.
+        rope_scaling: for texts longer than those of training, from `fx_feather.nn.rope_scaling`.
         norm_eps: added to the mean square in every norm.
         qk_norm: normalise queries and keys.
         tied: the head is the embedding's table.
@@ -54,6 +57,7 @@ class LlamaConfig:
     mlp: int
     head_dim: int | None = None
     rope_theta: float = 10000.0
+    rope_scaling: Scaling | None = None
     norm_eps: float = 1e-5
     qk_norm: bool = False
     tied: bool = False
@@ -61,69 +65,18 @@ class LlamaConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        raise_all(ShapeError, _problems(self))
+        problems = Problems(self)
+        problems.sizes("vocab layers embed heads kv_heads mlp")
+        problems.sizes("head_dim", optional=True)
+        problems.constants("rope_theta norm_eps init_std")
+        problems.dtype()
+        problems.heads()
+        problems.raise_all()
 
     @property
     def head_size(self) -> int:
         """Size of one head."""
         return self.embed // self.heads if self.head_dim is None else self.head_dim
-
-
-def _problems(cfg: LlamaConfig) -> list[str]:
-    """One message for each setting, or pair of settings, that makes no model."""
-    found = []
-
-    def offend(setting: str, number: str, rule: str, fix: str) -> None:
-        got = ", ".join(f"{name}={getattr(cfg, name)!r}" for name in setting.split())
-        found.append(
-            message(call=f"LlamaConfig({', '.join(setting.split())})", got=got, number=number, rule=rule, fix=fix)
-        )
-
-    wrong = set()
-    for name in ("vocab", "layers", "embed", "heads", "kv_heads", "mlp", "head_dim"):
-        value = getattr(cfg, name)
-        if name == "head_dim" and value is None:
-            continue
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            wrong.add(name)
-            offend(name, f"{name} is {value!r}", "every size is a positive integer", f"{name}=1 or more")
-    for name in ("rope_theta", "norm_eps", "init_std"):
-        value = getattr(cfg, name)
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not 0 < value < math.inf:
-            default = next(f.default for f in dataclasses.fields(cfg) if f.name == name)
-            offend(name, f"{name} is {value!r}", "this constant is a positive number", f"{name}={default!r}")
-    if cfg.dtype not in DTYPES:
-        known = ", ".join(map(str, DTYPES))
-        offend(
-            "dtype", f"{cfg.dtype!r} is not a floating dtype", f"parameters are one of {known}", "dtype=torch.float32"
-        )
-
-    if not wrong & {"heads", "kv_heads"} and cfg.heads % cfg.kv_heads:
-        near = max(k for k in range(1, cfg.kv_heads) if cfg.heads % k == 0)
-        offend(
-            "heads kv_heads",
-            f"{cfg.heads} % {cfg.kv_heads} = {cfg.heads % cfg.kv_heads}",
-            "each key and value head serves the same number of query heads",
-            f"kv_heads={near}, or heads={math.ceil(cfg.heads / cfg.kv_heads) * cfg.kv_heads}",
-        )
-    if not wrong & {"embed", "heads", "head_dim"}:
-        if cfg.head_dim is None and cfg.embed % cfg.heads:
-            offend(
-                "embed heads head_dim",
-                f"{cfg.embed} % {cfg.heads} = {cfg.embed % cfg.heads}",
-                "without head_dim, the heads share the residual stream's size in equal parts",
-                f"embed={math.ceil(cfg.embed / cfg.heads) * cfg.heads}, or an even head_dim",
-            )
-        elif cfg.head_size % 2:
-            setting = "embed heads head_dim" if cfg.head_dim is None else "head_dim"
-            offend(
-                setting,
-                f"a head has {cfg.head_size} features, an odd number",
-                "rotary positions turn features in pairs",
-                f"head_dim={cfg.head_size + 1}",
-            )
-    return found
 
 
 def template(cfg: LlamaConfig) -> dict[str, Any]:
@@ -165,7 +118,9 @@ def template(cfg: LlamaConfig) -> dict[str, Any]:
     return params
 
 
-def layer(cfg: LlamaConfig, p: dict[str, Any], x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def layer(
+    cfg: LlamaConfig, p: dict[str, Any], x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None
+) -> Tensor:
     """One block: attention, then feed-forward, each on a normed copy and added to the residual stream.
 
     Args:
@@ -173,32 +128,29 @@ def layer(cfg: LlamaConfig, p: dict[str, Any], x: Tensor, cos: Tensor, sin: Tens
         p: one of `template(cfg)["layers"]`, as tensors.
         x: the residual stream, `[batch, residual_seq, embed]`.
         cos, sin: `[batch, 1, seq, head_dim]`, from `rope.tables`.
+        mask: bool`[batch, 1, seq, seq]`, from `attention.document_mask`.
 
     Returns:
         like `x`.
     """
     h = norm.rms_norm(p["attention_norm"], x, cfg.norm_eps)
-    x = x + attention.attention(p["attention"], h, cos, sin, eps=cfg.norm_eps)
+    x = x + attention.attention(p["attention"], h, cos, sin, mask, eps=cfg.norm_eps)
     h = norm.rms_norm(p["mlp_norm"], x, cfg.norm_eps)
     return x + mlp.swiglu(p["mlp"], h)
 
 
-def hidden(cfg: LlamaConfig, params: dict[str, Any], tokens: Tensor, positions: Tensor) -> Tensor:
+def hidden(
+    cfg: LlamaConfig, params: dict[str, Any], tokens: Tensor, positions: Tensor, documents: Tensor | None = None
+) -> Tensor:
     """The normed residual stream after the last block, `[batch, seq, embed]`; arguments as for `forward`."""
-    wide = torch.float64 if params["embed"].dtype == torch.float64 else torch.float32
-    cos, sin = rope.tables(positions, cfg.head_size, cfg.rope_theta, wide)
-    x = constrain(embed.embed(params["embed"], tokens), "batch residual_seq embed")
+    args = decoder.turns(params, positions, documents, cfg.head_size, cfg.rope_theta, cfg.rope_scaling)
     run = block(ft.partial(layer, cfg), name="layer")
-    for p in params["layers"]:
-        x = run(p, x, cos, sin)
-    return constrain(norm.rms_norm(params["norm"], x, cfg.norm_eps), "batch seq embed")
+    return decoder.hidden(params, tokens, [run] * cfg.layers, args, cfg.norm_eps)[0]
 
 
-def _head(cfg: LlamaConfig, params: dict[str, Any]) -> Tensor:
-    return params["embed"] if cfg.tied else params["head"]
-
-
-def forward(cfg: LlamaConfig, params: dict[str, Any], tokens: Tensor, positions: Tensor) -> Tensor:
+def forward(
+    cfg: LlamaConfig, params: dict[str, Any], tokens: Tensor, positions: Tensor, documents: Tensor | None = None
+) -> Tensor:
     """Logits of the next token at each place of each sequence.
 
     Args:
@@ -206,6 +158,8 @@ def forward(cfg: LlamaConfig, params: dict[str, Any], tokens: Tensor, positions:
         params: like `template(cfg)`, as tensors.
         tokens: int`[batch, seq]`, in `0 .. vocab - 1`.
         positions: int`[batch, seq]`, where each token stands in its text; only differences matter.
+        documents: int`[batch, seq]`, for sequences of several documents, each with positions of its own: equal for the
+            tokens of one document. No token reads another document. Without it a sequence is one text, in order.
 
     Returns:
         `[batch, seq, vocab]`.
@@ -216,15 +170,15 @@ def forward(cfg: LlamaConfig, params: dict[str, Any], tokens: Tensor, positions:
     >>> forward(cfg, init(template(cfg)), tokens, positions).shape
     torch.Size([1, 3, 256])
     """
-    logits = embed.unembed(_head(cfg, params), hidden(cfg, params, tokens, positions))
-    return constrain(logits, "batch seq vocab")
+    return decoder.logits(params, hidden(cfg, params, tokens, positions, documents))
 
 
 def loss(cfg: LlamaConfig) -> Callable[[dict[str, Any], dict[str, Tensor]], tuple[Tensor, Tensor]]:
     """The loss function of a model: `loss_fn(params, batch) -> (sum, count)`.
 
-    A batch is `tokens`, `targets` and `positions`, each int`[batch, seq]`; targets of -100 don't count. The
-    sum is in nats over the `count` valid targets, see `fx_feather.nn.loss.cross_entropy`.
+    A batch is `tokens`, `targets`, `positions` and, where sequences hold several, `documents`, each
+    int`[batch, seq]`; targets of -100 don't count. The sum is in nats over the `count` valid targets, see
+    `fx_feather.nn.loss.cross_entropy`.
 
     >>> from fx_feather.param import init
     >>> cfg = LlamaConfig(vocab=256, layers=1, embed=8, heads=2, kv_heads=1, mlp=16)
@@ -235,7 +189,8 @@ def loss(cfg: LlamaConfig) -> Callable[[dict[str, Any], dict[str, Tensor]], tupl
     """
 
     def loss_fn(params: dict[str, Any], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        return cross_entropy(forward(cfg, params, batch["tokens"], batch["positions"]), batch["targets"])
+        out = forward(cfg, params, batch["tokens"], batch["positions"], batch.get("documents"))
+        return cross_entropy(out, batch["targets"])
 
     return loss_fn
 
@@ -258,7 +213,7 @@ def next_logits(cfg: LlamaConfig, params: dict[str, Any], tokens: Tensor, positi
     """
     h = hidden(cfg, params, tokens, positions)
     at = last[:, None, None].expand(-1, 1, h.shape[-1])
-    return embed.unembed(_head(cfg, params), h.gather(1, at)).squeeze(1)
+    return embed.unembed(params.get("head", params["embed"]), h.gather(1, at)).squeeze(1)
 
 
 @torch.no_grad()

@@ -5,6 +5,7 @@ from . import balance as balance
 from . import embed as embed
 from . import linear as linear
 from . import loss as loss
+from . import mla as mla
 from . import mlp as mlp
 from . import moe as moe
 from . import norm as norm

@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped queries, rotary positions and optional norms of queries and keys."""
+"""Causal self-attention: with grouped queries and rotary positions, or plain with biases; within documents."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fx_feather.param import Param
+from fx_feather.param import Param, zeros
 from fx_feather.trace import constrain
 
 from . import linear, norm, rope
@@ -139,3 +139,53 @@ def attention(
     values = attend(rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v, mask)
     out = torch.einsum("bhsd,hde->bse", values, params["o"])
     return constrain(out, "batch residual_seq embed")
+
+
+def biased_template(
+    embed: int,
+    heads: int,
+    head_dim: int,
+    *,
+    std: float | None = None,
+    out_std: float | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> dict[str, Param]:
+    """The projections to queries, keys and values and back, each with a bias; arguments as for `template`.
+
+    >>> {name: p.dims for name, p in biased_template(8, heads=4, head_dim=2).items() if "bias" in name}["q_bias"]
+    'heads head_dim'
+    """
+    # Every query head has a key and a value head of its own, so that all are named and split alike.
+    shape = (embed, heads, head_dim)
+    params = {name: linear.template("embed heads head_dim", shape, std=std, dtype=dtype) for name in "qkv"}
+    params |= {f"{name}_bias": Param("heads head_dim", shape[1:], init=zeros(), dtype=dtype) for name in "qkv"}
+    return params | {
+        "o": linear.template("heads head_dim embed", (heads, head_dim, embed), inputs=2, std=out_std, dtype=dtype),
+        "o_bias": Param("embed", (embed,), init=zeros(), dtype=dtype),
+    }
+
+
+def biased(params: dict[str, Any], h: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Attention of as many key and value heads as query heads, with biases and without positions (GPT-2).
+
+    Args:
+        params: from `biased_template`.
+        h: `[batch, seq, embed]`, normalised.
+        mask: see `attend`.
+
+    Returns:
+        `[batch, seq, embed]`, to be added to the residual stream.
+
+    >>> from fx_feather.param import init
+    >>> biased(init(biased_template(8, heads=4, head_dim=2)), torch.ones(1, 3, 8)).shape
+    torch.Size([1, 3, 8])
+    """
+    h = constrain(h, "batch seq embed")
+
+    def project(name: str) -> Tensor:
+        out = torch.einsum("bse,ehd->bhsd", h, params[name]) + params[f"{name}_bias"].unsqueeze(1)
+        return constrain(out, "batch heads seq head_dim")
+
+    values = attend(project("q"), project("k"), project("v"), mask)
+    out = torch.einsum("bhsd,hde->bse", values, params["o"])
+    return constrain(out, "batch residual_seq embed") + params["o_bias"]

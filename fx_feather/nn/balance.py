@@ -51,6 +51,10 @@ class Penalties:
         )
 
 
+NONE = Penalties()
+"""No penalties: the loss is cross-entropy alone."""
+
+
 def statistics(penalties: Penalties, logits: Tensor, shares: Tensor, index: Tensor) -> Statistics:
     """What one layer's router did with the tokens of a batch.
 

@@ -1,4 +1,4 @@
-"""The gated feed-forward block, SwiGLU."""
+"""Feed-forward blocks: SwiGLU, with a gate, and GELU, with biases."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from fx_feather.param import Param
+from fx_feather.param import Param, zeros
 from fx_feather.trace import constrain
 
 from . import linear
@@ -56,3 +56,41 @@ def swiglu(params: dict[str, Any], h: Tensor) -> Tensor:
     gated = F.silu(linear.linear(params["gate"], h)) * linear.linear(params["up"], h)
     gated = constrain(gated, "batch seq mlp")
     return constrain(linear.linear(params["down"], gated), "batch residual_seq embed")
+
+
+def gelu_template(
+    embed: int, mlp: int, *, std: float | None = None, out_std: float | None = None, dtype: torch.dtype = torch.float32
+) -> dict[str, Param]:
+    """The projection up and the one down, each with a bias; arguments as for `template`.
+
+    >>> {name: p.dims for name, p in gelu_template(8, 16).items()}
+    {'up': 'embed mlp', 'up_bias': 'mlp', 'down': 'mlp embed', 'down_bias': 'embed'}
+    """
+    return {
+        "up": linear.template("embed mlp", (embed, mlp), std=std, dtype=dtype),
+        "up_bias": Param("mlp", (mlp,), init=zeros(), dtype=dtype),
+        "down": linear.template("mlp embed", (mlp, embed), std=out_std, dtype=dtype),
+        "down_bias": Param("embed", (embed,), init=zeros(), dtype=dtype),
+    }
+
+
+def gelu(params: dict[str, Any], h: Tensor) -> Tensor:
+    """`gelu(h up + up_bias) down + down_bias`, with the approximation by tanh.
+
+    Args:
+        params: from `gelu_template`.
+        h: `[batch, seq, embed]`, normalised.
+
+    Returns:
+        `[batch, seq, embed]`, to be added to the residual stream.
+
+    Source: Hendrycks and Gimpel, Gaussian Error Linear Units, 2016, section 2; Radford et al., GPT-2, 2019.
+
+    >>> one, zero = torch.ones(1, 1), torch.zeros(1)
+    >>> gelu({"up": one, "up_bias": zero, "down": one, "down_bias": zero}, torch.ones(1, 1, 1))
+    tensor([[[0.8412]]])
+    """
+    h = constrain(h, "batch seq embed")
+    hidden = constrain(linear.linear(params["up"], h, params["up_bias"]), "batch seq mlp")
+    out = linear.linear(params["down"], F.gelu(hidden, approximate="tanh"))
+    return constrain(out, "batch residual_seq embed") + params["down_bias"]

@@ -69,6 +69,21 @@ def dropless(params: dict[str, Any], h: Tensor, weights: Tensor, index: Tensor) 
     return constrain(out, "batch residual_seq embed")
 
 
+def mixture(
+    params: dict[str, Any], h: Tensor, weights: Tensor, index: Tensor, capacity_factor: float | None = None
+) -> Tensor:
+    """The experts chosen for each token, `dropless` or, with a factor, `limited`; arguments as for these.
+
+    >>> one, two = torch.ones(2, 1, 1), torch.ones(1, 1, 2)
+    >>> mixture({"gate": one, "up": one, "down": one}, torch.ones(1, 1, 1), two, torch.tensor([[[0, 1]]]), 2.0)
+    tensor([[[1.4621]]])
+    """
+    if capacity_factor is None:
+        return dropless(params, h, weights, index)
+    size = capacity(capacity_factor, h.shape[1], index.shape[-1], params["gate"].shape[0])
+    return limited(params, h, weights, index, size)[0]
+
+
 def loop(params: dict[str, Any], h: Tensor, weights: Tensor, index: Tensor) -> Tensor:
     """`dropless`, written as a loop in which every expert computes every token: the reference.
 
