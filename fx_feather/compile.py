@@ -57,7 +57,17 @@ def value_and_grad(loss_fn: Callable[..., Any]) -> ValueAndGrad:
 class Compiled(Common):
     """A pure function `(params, batch) -> pytree`, compiled for a mesh and a layout; made by `compile`."""
 
-    def __init__(self, fn: Any, template: Any, mesh: Mesh, layout: Layout, batch: Any, batch_dims: Any, device: str | None, reshard: bool):
+    def __init__(
+        self,
+        fn: Any,
+        template: Any,
+        mesh: Mesh,
+        layout: Layout,
+        batch: Any,
+        batch_dims: Any,
+        device: str | None,
+        reshard: bool,
+    ):
         super().__init__(template, mesh, layout, batch, batch_dims, device, 1)
         s = Stitcher(Funcs(mesh, layout, self.device))
         self._out_tree: Any

@@ -156,7 +156,9 @@ class Layout:
 
     def check_axes(self, mesh: Mesh) -> None:
         """Raises LayoutError for axes that the mesh lacks, all at once."""
-        rows = {(dim, a): axes for t in self.tables() for dim, axes in t.items() for a in as_axes(axes) if a not in mesh}
+        rows = {
+            (dim, a): axes for t in self.tables() for dim, axes in t.items() for a in as_axes(axes) if a not in mesh
+        }
         raise_all(
             LayoutError,
             [

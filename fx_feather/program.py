@@ -84,12 +84,18 @@ class CollectiveNode:
 
 @dataclasses.dataclass(frozen=True)
 class Instr:
-    """One call of a function: numbers of the values it takes and makes, and of those that nobody needs after it."""
+    """A call of a function for one or more rows of values that are alike.
+
+    Attributes:
+        func: the function.
+        ins, outs: numbers of the values that each row takes and makes.
+        free: after each row, the values that nobody needs any more.
+    """
 
     func: Func
-    ins: tuple[int, ...]
-    outs: tuple[int, ...]
-    free: tuple[int, ...] = ()
+    ins: tuple[tuple[int, ...], ...]
+    outs: tuple[tuple[int, ...], ...]
+    free: tuple[tuple[int, ...], ...] = ()
 
 
 @dataclasses.dataclass
@@ -104,7 +110,7 @@ class Section:
 
     def collectives(self) -> list[CollectiveNode]:
         """All collectives of one run of this section, in order."""
-        return [c for i in self.instrs for c in i.func.collectives()]
+        return [c for i in self.instrs for _ in i.ins for c in i.func.collectives()]
 
     def in_types(self) -> list[Type]:
         return [self.types[v] for v in self.inputs]
@@ -119,17 +125,20 @@ class Section:
         """
         live = {*self.outputs, *kept}
         for k in range(len(self.instrs) - 1, -1, -1):
-            i = self.instrs[k]
-            dead = tuple(v for v in dict.fromkeys((*i.ins, *i.outs)) if v not in live)
-            self.instrs[k] = dataclasses.replace(i, free=dead)
-            live.update(dead)
+            i, free = self.instrs[k], []
+            for ins, outs in zip(reversed(i.ins), reversed(i.outs), strict=True):
+                dead = tuple(v for v in dict.fromkeys((*ins, *outs)) if v not in live)
+                live.update(dead)
+                free.append(dead)
+            self.instrs[k] = dataclasses.replace(i, free=tuple(reversed(free)))
 
     def text(self) -> str:
         """The calls with the types of their values."""
         lines = [f"{self.name}({', '.join(f'%{v}: {self.types[v].show(True)}' for v in self.inputs)})"]
         for i in self.instrs:
-            outs = ", ".join(f"%{v}" for v in i.outs)
-            lines.append(f"  {outs} = {i.func.name}({', '.join(f'%{v}' for v in i.ins)})")
+            for ins, outs in zip(i.ins, i.outs, strict=True):
+                made = ", ".join(f"%{v}" for v in outs)
+                lines.append(f"  {made} = {i.func.name}({', '.join(f'%{v}' for v in ins)})")
         lines.append(f"  return {', '.join(f'%{v}' for v in self.outputs)}")
         return "\n".join(lines)
 

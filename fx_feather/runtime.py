@@ -105,11 +105,11 @@ class Runtime:
         inputs.clear()
         with torch.no_grad(), self._peers(f"section {section.name!r}"):
             for i in section.instrs:
-                outs = self._callable(i.func)(*[env[v] for v in i.ins])
-                env.update(zip(i.outs, outs, strict=True))
-                del outs
-                for v in i.free:
-                    env.pop(v, None)
+                fn = self._callable(i.func)
+                for ins, outs, free in zip(i.ins, i.outs, i.free, strict=True):
+                    env.update(zip(outs, fn(*[env[v] for v in ins]), strict=True))
+                    for v in free:
+                        del env[v]
         return [env[v] for v in section.outputs]
 
     def item(self, x: torch.Tensor) -> Any:

@@ -203,7 +203,9 @@ class _Vary(TorchFunctionMode):
         if machinery or getattr(func, "__name__", "") in ("apply", "__get__") or func is _TYPED:
             return func(*args, **kwargs)
         leaves, treedef = tree.flatten((args, kwargs))
-        states = {i: s for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and (s := self._state(x)) is not None}
+        states = {
+            i: s for i, x in enumerate(leaves) if isinstance(x, torch.Tensor) and (s := self._state(x)) is not None
+        }
         union = frozenset().union(*states.values())
         changed = False
         for i, state in states.items():
@@ -354,7 +356,9 @@ def _trace_region(
             )
     raise_all(TypeStateError, problems)
     constants = {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
-    return Region(name, mesh, tuple(types), tuple(out_types), _local(gm.graph, constants, known, out_types, mesh)), out_tree
+    return Region(
+        name, mesh, tuple(types), tuple(out_types), _local(gm.graph, constants, known, out_types, mesh)
+    ), out_tree
 
 
 def _check_states(graph: fx.Graph, known: dict[fx.Node, frozenset[str]], call: str) -> None:
@@ -367,7 +371,9 @@ def _check_states(graph: fx.Graph, known: dict[fx.Node, frozenset[str]], call: s
         bad = axes & state if before == "I" else axes - state
         if bad:
             have, want = ("varying", "invariant") if before == "I" else ("invariant", "varying")
-            consequence = "its sum would count the one value once a rank" if name == "psum" else "its cotangent would be wrong"
+            consequence = (
+                "its sum would count the one value once a rank" if name == "psum" else "its cotangent would be wrong"
+            )
             problems.append(
                 message(
                     call=f"{name} in {call}, at {user_line(n)}",
@@ -436,7 +442,9 @@ class _Eager(torch.autograd.Function):
         types = [region.out_types[i].cotangent() for i in unit.cts]
         given = _spread([cts[i] for i in unit.cts], types, region.mesh)
         grads = sim.call(unit.backward, [*kept, *forward[unit.outputs :], *given])
-        whole = {i: assemble(g, region.in_types[i].cotangent(), region.mesh) for i, g in zip(unit.grads, grads, strict=True)}
+        whole = {
+            i: assemble(g, region.in_types[i].cotangent(), region.mesh) for i, g in zip(unit.grads, grads, strict=True)
+        }
         return None, *(whole.get(i) for i in range(len(xs)))
 
 

@@ -24,10 +24,10 @@ class Simulator:
         """The outputs of a section on all ranks."""
         env = dict(zip(section.inputs, inputs, strict=True))
         for i in section.instrs:
-            outs = self.call(i.func, [env[v] for v in i.ins])
-            env.update(zip(i.outs, outs, strict=True))
-            for v in i.free:
-                env.pop(v, None)
+            for ins, outs, free in zip(i.ins, i.outs, i.free, strict=True):
+                env.update(zip(outs, self.call(i.func, [env[v] for v in ins]), strict=True))
+                for v in free:
+                    del env[v]
         return [env[v] for v in section.outputs]
 
     def call(self, func: Func, args: Sequence[Ranks]) -> list[Ranks]:

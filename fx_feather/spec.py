@@ -115,6 +115,14 @@ class Type:
     replicated: frozenset[str] = frozenset()
     names: tuple[str, ...] | None = dataclasses.field(default=None, compare=False)
 
+    def __hash__(self) -> int:
+        # Types are keys of many tables: the hash is computed once.
+        known = self.__dict__.get("_hash")
+        if known is None:
+            known = hash((self.dtype, self.shape, self.dims, self.partial, self.replicated))
+            object.__setattr__(self, "_hash", known)
+        return known
+
     @classmethod
     def whole(cls, x: torch.Tensor, names: tuple[str, ...] | None = None) -> "Type":
         """The type of a tensor that every rank holds whole and uses alike."""

@@ -78,12 +78,12 @@ class Step(Common):
         wrapped = loss_function(loss_fn)
         program = self.trace(wrapped, "loss")
         self._aux_tree = wrapped.aux_tree  # type: ignore[attr-defined]
-        g = gradient_sections(s, program, self.params, self.batch.types, reshard, bucket_bytes)
+        g = gradient_sections(s, program, self.params, self.batch.types, reshard, bucket_bytes, accumulate)
         self._result_types = g.finish.out_types()[len(self.params.types) :]
         u = optimizer_sections(s, optimizer, self.params, g.finish.outputs[: len(self.params.types) + 2], bucket_bytes)
         self._state_types, self._state_tree, self._early = u.state_types, u.state_tree, u.early
         sections = {"init": u.init, "first": g.first}
-        if accumulate > 1:
+        if g.following is not None:
             sections["following"] = g.following
         sections |= {"finish": g.finish, "check": u.check, "update": u.update}
         for section in sections.values():

@@ -4,22 +4,22 @@ import contextlib
 import dataclasses
 import functools as ft
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import tree
 from .errors import FeatherError, ShapeError, SpecError, fail
+from .record import Recorder, active_recorder, place, record
 from .unit import Aval, GlobalProgram, Region, Unit, cut, merge_equal, user_line
 
 _library = torch.library.Library("fx_feather", "FRAGMENT")
 _library.define("constrain(Tensor x, str dims) -> Tensor")
-_library.define("block(Tensor[] args, int id) -> Tensor[]")
+_library.define("block(Tensor[] args, int id, int rows) -> Tensor[]")
 _library.define("region(Tensor[] args, int id) -> Tensor[]")
 # A constraint copies, since an alias would be hidden from the trace. The partitioner removes the copy.
 _library.impl("constrain", lambda x, dims: x.clone(), "CompositeExplicitAutograd")
@@ -30,7 +30,9 @@ torch.library.register_fake("fx_feather::constrain", lambda x, dims: torch.empty
 class _Trace:
     """What is known while a function is traced: its blocks so far."""
 
-    mode: FakeTensorMode
+    mode: contextlib.AbstractContextManager[Any]
+    operators: bool = False
+    recorder: Recorder | None = None
     blocks: list[Unit] = dataclasses.field(default_factory=list)
     outs: list[tuple[list[Aval], Any]] = dataclasses.field(default_factory=list)
     ids: dict[Any, int] = dataclasses.field(default_factory=dict)
@@ -43,9 +45,9 @@ class _Trace:
 _current: _Trace | None = None
 
 
-def _block_outputs(args: list[torch.Tensor], id: int) -> list[torch.Tensor]:
+def _block_outputs(args: list[torch.Tensor], id: int, rows: int) -> list[torch.Tensor]:
     assert _current is not None, "a block node exists inside of a trace only"
-    return [a.fake() for a in _current.outs[id][0]]
+    return [a.fake() for _ in range(rows) for a in _current.outs[id][0]]
 
 
 def _region_outputs(args: list[torch.Tensor], id: int) -> list[torch.Tensor]:
@@ -120,7 +122,66 @@ def _identity(fn: Any, kept: list[Any]) -> Any:
     return (type(fn), fn)
 
 
-def block(fn: Callable[..., Any], name: str | None = None) -> Callable[..., Any]:
+class Block:
+    """A function marked by `block`."""
+
+    def __init__(self, fn: Callable[..., Any], name: str | None):
+        inner = fn
+        while isinstance(inner, ft.partial):
+            inner = inner.func
+        self.fn = fn
+        self.name = self.__name__ = name or getattr(inner, "__name__", type(inner).__name__)
+        self.__doc__ = inner.__doc__
+
+    def __call__(self, *args: Any) -> Any:
+        """The function itself; in a trace, a node that stands for it."""
+        return self.each([args])[0]
+
+    def each(self, rows: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """The results for many argument tuples, such as one for each leaf of a tree.
+
+        Rows that are alike become one node together, so a program stays small however many leaves there are.
+
+        >>> block(torch.add).each([(1, torch.tensor(1)), (2, torch.tensor(2))])
+        [tensor(2), tensor(4)]
+        """
+        # A block in a block is part of it: the outer one is the unit.
+        if _current is None or _current.inside:
+            return [self.fn(*row) for row in rows]
+        function = (self.name, _identity(self.fn, _current.kept))
+        groups: dict[int, list[tuple[int, list[torch.Tensor]]]] = {}
+        for at, row in enumerate(rows):
+            leaves, treedef = tree.flatten(row)
+            tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+            static = tuple(None if isinstance(x, torch.Tensor) else _identity(x, _current.kept) for x in leaves)
+            key = (function, treedef, static, tuple((x.shape, x.dtype) for x in tensors))
+            if key not in _current.ids:
+                _current.ids[key] = _trace_block(_current, self.fn, self.name, leaves, treedef)
+            groups.setdefault(_current.ids[key], []).append((at, tensors))
+        results: list[Any] = [None] * len(rows)
+        for id, members in groups.items():
+            avals, out_tree = _current.outs[id]
+            # Models have few calls, and a row each: their graph is cut between them.
+            parts = [members] if _current.operators else [[m] for m in members]
+            for part in parts:
+                flat = _emit_block([x for _, tensors in part for x in tensors], id, len(part))
+                for k, (at, _) in enumerate(part):
+                    results[at] = tree.unflatten(out_tree, flat[k * len(avals) : (k + 1) * len(avals)])
+        return results
+
+
+def _emit_block(tensors: list[torch.Tensor], id: int, rows: int) -> list[torch.Tensor]:
+    assert _current is not None
+    if _current.recorder is None:
+        return torch.ops.fx_feather.block(tensors, id, rows)
+    # The same node, without the way through the dispatcher: an optimizer has thousands of results.
+    with _disable_current_modes():
+        out = _block_outputs(tensors, id, rows)
+    _current.recorder.emit(torch.ops.fx_feather.block.default, (tensors, id, rows), {}, out)
+    return out
+
+
+def block(fn: Callable[..., Any], name: str | None = None) -> Block:
     """Marks a function that a model calls repeatedly, such as one layer.
 
     Outside of a trace the result simply calls `fn`. In a compiled program a block is one unit for four things: it is
@@ -135,28 +196,7 @@ def block(fn: Callable[..., Any], name: str | None = None) -> Callable[..., Any]
     >>> block(torch.nn.functional.silu)(torch.zeros(2))
     tensor([0., 0.])
     """
-    inner = fn
-    while isinstance(inner, ft.partial):
-        inner = inner.func
-    label = name or getattr(inner, "__name__", type(inner).__name__)
-
-    @ft.wraps(fn, assigned=("__doc__",), updated=())
-    def call(*args: Any) -> Any:
-        # A block in a block is part of it: the outer one is the unit.
-        if _current is None or _current.inside:
-            return fn(*args)
-        leaves, treedef = tree.flatten(args)
-        tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-        static = tuple(None if isinstance(x, torch.Tensor) else _identity(x, _current.kept) for x in leaves)
-        key = (label, _identity(fn, _current.kept), treedef, static, tuple(Aval.of(x) for x in tensors))
-        if key not in _current.ids:
-            _current.ids[key] = _trace_block(_current, fn, label, leaves, treedef)
-        id = _current.ids[key]
-        out = torch.ops.fx_feather.block(tensors, id)
-        return tree.unflatten(_current.outs[id][1], out)
-
-    call.__name__ = label
-    return call
+    return Block(fn, name)
 
 
 def _trace_block(trace: _Trace, fn: Callable[..., Any], label: str, leaves: list[Any], treedef: Any) -> int:
@@ -178,7 +218,7 @@ def _trace_block(trace: _Trace, fn: Callable[..., Any], label: str, leaves: list
     try:
         # The block is traced by itself: none of the modes of the outer trace may see its operators.
         with _disable_current_modes(), trace.mode:
-            unit = _trace_unit(flat, [a.fake() for a in avals], label)
+            unit = _trace_unit(flat, avals, label, trace.operators)
     finally:
         trace.inside = False
     trace.blocks.append(unit)
@@ -202,27 +242,32 @@ def _check_outputs(outs: list[Any], what: str) -> None:
 def trace_unit(flat: Callable[..., list[torch.Tensor]], avals: list[Aval], label: str) -> Unit:
     """Traces a function of tensors, outside of any other trace, to one unit; blocks in it are part of it."""
     with _disable_current_modes(), FakeTensorMode():
-        return _trace_unit(flat, [a.fake() for a in avals], label)
+        return _trace_unit(flat, avals, label)
 
 
-def _trace_unit(flat: Callable[..., list[torch.Tensor]], fakes: list[torch.Tensor], label: str) -> Unit:
-    gm = make_fx(flat, pre_dispatch=True, record_stack_traces=True, _allow_non_fake_inputs=True)(*fakes)
-    gm.graph.eliminate_dead_code()
-    constants: dict[str, torch.Tensor] = {}
-    for n in gm.graph.nodes:
-        if n.op == "get_attr":
-            value = getattr(gm, n.target)
-            if getattr(value, "fake_mode", None) is not None:
-                fail(
-                    FeatherError,
-                    call=f"{label}(...)",
-                    got=f"a tensor of shape {list(value.shape)} from outside, used at\n{user_line(n)}",
-                    number="1 tensor is closed over",
-                    rule="whatever a block reads is an argument: hidden tensors have no dims that a layout could split",
-                    fix="pass the tensor to the block as an argument",
-                )
-            constants[n.target] = value
-    return Unit(label, gm.graph, constants, _current.regions if _current else [])
+def _trace_unit(
+    flat: Callable[..., list[torch.Tensor]], avals: list[Aval], label: str, operators: bool = False
+) -> Unit:
+    fakes = [a.fake() for a in avals]
+    if operators:
+        recorded = record(flat, fakes)
+        graph, constants = recorded.graph, recorded.constants
+    else:
+        gm = make_fx(flat, pre_dispatch=True, record_stack_traces=True, _allow_non_fake_inputs=True)(*fakes)
+        graph, constants = gm.graph, {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
+    graph.eliminate_dead_code()
+    for n in graph.nodes:
+        value = constants.get(n.target) if n.op == "get_attr" else None
+        if value is not None and (getattr(value, "fake_mode", None) is not None or value.is_meta):
+            fail(
+                FeatherError,
+                call=f"{label}(...)",
+                got=f"a tensor of shape {list(value.shape)} from outside, used at\n{user_line(n)}",
+                number="1 tensor is closed over",
+                rule="whatever a block reads is an argument: hidden tensors have no dims that a layout could split",
+                fix="pass the tensor to the block as an argument",
+            )
+    return Unit(label, graph, constants, _current.regions if _current else [])
 
 
 @contextlib.contextmanager
@@ -235,13 +280,15 @@ def _tracing(trace: _Trace) -> Iterator[None]:
         _current = before
 
 
-def trace(fn: Callable[..., Any], args: Any, name: str = "main") -> GlobalProgram:
+def trace(fn: Callable[..., Any], args: Any, name: str = "main", operators: bool = False) -> GlobalProgram:
     """Traces `fn(*args)` to a global program.
 
     Args:
         fn: a pure function of pytrees of tensors.
         args: a tuple of pytrees whose leaves are tensors or `Aval`s; only their shapes and dtypes matter.
         name: shown for the operators outside of blocks.
+        operators: keep the simple operators that composite ones are made of, at a fraction of the cost of a call. A
+            model is traced by its composite operators (linear, attention), whose rules say more.
     """
     leaves, treedef = tree.flatten(args)
     avals = [x if isinstance(x, Aval) else Aval.of(x) for x in leaves]
@@ -253,8 +300,19 @@ def trace(fn: Callable[..., Any], args: Any, name: str = "main") -> GlobalProgra
         _check_outputs(outs, f"{name}(...)")
         return outs
 
-    state = _Trace(FakeTensorMode())
+    # Simple operators are recorded on the meta device, where no composite one has to choose its kernels.
+    device = avals[0].device if avals else "cpu"
+    state = _Trace(contextlib.nullcontext() if operators else FakeTensorMode(), operators)
+    if operators:
+        avals = [dataclasses.replace(a, device="meta") for a in avals]
+
+    def visible(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        state.recorder = active_recorder()
+        return flat(*tensors)
+
     with _tracing(state), state.mode:
-        whole = _trace_unit(flat, [a.fake() for a in avals], name)
-        merge_equal(whole.graph)
-        return cut(whole, state.blocks, out_tree)
+        whole = _trace_unit(visible if operators else flat, avals, name, operators)
+    for unit in [whole, *state.blocks] if operators else []:
+        place(unit.graph, device)
+    merge_equal(whole.graph)
+    return cut(whole, state.blocks, out_tree)

@@ -2,6 +2,8 @@
 
 import dataclasses
 import operator
+import os
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -51,11 +53,21 @@ class Unit:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call of a unit: numbers of the values it takes and makes."""
+    """One call of a unit, or one for each of several rows: numbers of the values it takes and makes, row by row."""
 
     unit: int
     args: tuple[int, ...]
     outs: tuple[int, ...]
+    rows: int = 1
+
+    def split(self) -> list["Call"]:
+        """The calls of the single rows."""
+        if self.rows == 1:
+            return [self]
+        a, o = len(self.args) // self.rows, len(self.outs) // self.rows
+        return [
+            Call(self.unit, self.args[r * a : (r + 1) * a], self.outs[r * o : (r + 1) * o]) for r in range(self.rows)
+        ]
 
 
 @dataclasses.dataclass
@@ -172,13 +184,14 @@ def cut(whole: Unit, blocks: list[Unit], out_tree: Any) -> GlobalProgram:
             # Operators that no later block needs yet may wait: fewer, larger units. Those it needs must come first.
             flush()
             id = n.args[1]
-            made = [Aval.of(o.meta["val"]) for o in blocks[id].outputs]
+            rows = n.args[2]
+            made = [Aval.of(o.meta["val"]) for o in blocks[id].outputs] * rows
             count, base = len(made), len(number)
             for i, aval in enumerate(made):
                 number[n, i] = base + i
                 avals[base + i] = aval
             args = tuple(number[a] for a in n.args[0])
-            calls.append(Call(id, args, tuple(range(base, base + count))))
+            calls.append(Call(id, args, tuple(range(base, base + count)), rows))
             produced_by_block[n] = base
         elif n.op == "call_function" and n.args and n.args[0] in produced_by_block and n.target is operator.getitem:
             number[n] = produced_by_block[n.args[0]] + n.args[1]
@@ -188,12 +201,18 @@ def cut(whole: Unit, blocks: list[Unit], out_tree: Any) -> GlobalProgram:
     return GlobalProgram(units, calls, inputs, tuple(number[n] for n in whole.outputs), out_tree, avals)
 
 
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n *([^\n]*)')
+
+
 def user_line(node: fx.Node) -> str:
     """The line of the user's own source that made a node, as `file:line: code`."""
-    frames = [f for f in (node.meta.get("stack_trace") or "").split("  File ") if f.strip()]
-    own = [f for f in frames if "/torch/" not in f and "fx_feather/trace.py" not in f and "/optree/" not in f]
-    if not own:
-        return "(source line not known)"
-    head, *rest = own[-1].strip().splitlines()
-    parts = head.split(", ")
-    return f"{parts[0].strip(chr(34))}:{parts[1].removeprefix('line ')}: {rest[0].strip() if rest else ''}"
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [(file, line, code) for file, line, code in frames if not _machinery(file)]
+    return "{}:{}: {}".format(*own[-1]) if own else "(source line not known)"
+
+
+def _machinery(file: str) -> bool:
+    inside = file.removeprefix(_PACKAGE)
+    ours = inside != file and not inside.startswith(("nn" + os.sep, "models" + os.sep))
+    return ours or any(f"{os.sep}{p}{os.sep}" in file for p in ("torch", "optree"))

@@ -73,10 +73,12 @@ def adamw(
         beside, treedef = rows("adamw.update", params, grads=grads, mu=state["mu"], nu=state["nu"])
         rate, (correct1, correct2) = schedule(state["step"]), _corrections(state["step"], b1, b2)
         rates = decays(decay_mask, params, weight_decay)
-        out = [
-            leaf.adamw(grad, mu, nu, param, rate, correct1, correct2, b1, b2, eps, decay)
-            for (param, grad, mu, nu), decay in zip(beside, rates, strict=True)
-        ]
+        out = leaf.adamw.each(
+            [
+                (grad, mu, nu, param, rate, correct1, correct2, b1, b2, eps, decay)
+                for (param, grad, mu, nu), decay in zip(beside, rates, strict=True)
+            ]
+        )
         updates, mu, nu = (tree.unflatten(treedef, column) for column in columns(out, 3))
         return updates, {"step": state["step"] + 1, "mu": mu, "nu": nu}
 
@@ -105,7 +107,7 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> Trans
     def update(grads: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
         beside, treedef = rows("scale_by_adam.update", params, grads=grads, mu=state["mu"], nu=state["nu"])
         corrections = _corrections(state["step"], b1, b2)
-        out = [leaf.adam(grad, mu, nu, *corrections, b1, b2, eps) for _, grad, mu, nu in beside]
+        out = leaf.adam.each([(grad, mu, nu, *corrections, b1, b2, eps) for _, grad, mu, nu in beside])
         updates, mu, nu = (tree.unflatten(treedef, column) for column in columns(out, 3))
         return updates, {"step": state["step"] + 1, "mu": mu, "nu": nu}
 

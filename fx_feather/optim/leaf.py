@@ -68,6 +68,11 @@ def scale_leaf(update: Tensor, factor: Tensor | float) -> Tensor:
     return (update * factor).to(update.dtype)
 
 
+def zeros_leaf(param: Tensor) -> Tensor:
+    """A statistic at the start: like the parameter, in float32 or wider."""
+    return torch.zeros_like(param, dtype=wide_dtype(param.dtype))
+
+
 def apply_leaf(param: Tensor, update: Tensor) -> Tensor:
     """Adds in the wider of the two dtypes, and rounds once."""
     wide = torch.promote_types(param.dtype, update.dtype)
@@ -107,6 +112,7 @@ with_momentum = block(momentum_leaf, name="momentum")
 sgd = block(sgd_leaf, name="sgd")
 plain_sgd = block(plain_sgd_leaf, name="sgd")
 scaled = block(scale_leaf, name="scale")
+zeros = block(zeros_leaf, name="zeros")
 applied = block(apply_leaf, name="apply_updates")
 sum_squares = block(sum_squares_leaf, name="sum_squares")
 max_abs = block(max_abs_leaf, name="max_abs")

@@ -66,13 +66,17 @@ def sgd(
         rates = decays(decay_mask, params, weight_decay)
         if not momentum:
             beside, treedef = rows("sgd.update", params, grads=grads)
-            plain = [leaf.plain_sgd(grad, param, rate, d) for (param, grad), d in zip(beside, rates, strict=True)]
+            plain = leaf.plain_sgd.each(
+                [(grad, param, rate, d) for (param, grad), d in zip(beside, rates, strict=True)]
+            )
             return tree.unflatten(treedef, plain), {"step": step}
         beside, treedef = rows("sgd.update", params, grads=grads, velocity=state["velocity"])
-        out = [
-            leaf.sgd(grad, velocity, param, rate, momentum, nesterov, decay)
-            for (param, grad, velocity), decay in zip(beside, rates, strict=True)
-        ]
+        out = leaf.sgd.each(
+            [
+                (grad, velocity, param, rate, momentum, nesterov, decay)
+                for (param, grad, velocity), decay in zip(beside, rates, strict=True)
+            ]
+        )
         updates, velocity = (tree.unflatten(treedef, column) for column in columns(out, 2))
         return updates, {"step": step, "velocity": velocity}
 
@@ -96,7 +100,7 @@ def trace(momentum: float, nesterov: bool = False) -> Transform:
 
     def update(grads: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
         beside, treedef = rows("trace.update", params, grads=grads, velocity=state["velocity"])
-        out = [leaf.with_momentum(grad, velocity, momentum, nesterov) for _, grad, velocity in beside]
+        out = leaf.with_momentum.each([(grad, velocity, momentum, nesterov) for _, grad, velocity in beside])
         updates, velocity = (tree.unflatten(treedef, column) for column in columns(out, 2))
         return updates, {"velocity": velocity}
 

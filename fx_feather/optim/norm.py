@@ -10,7 +10,7 @@ from fx_feather.errors import OptimizerError
 from fx_feather.settings import check, is_finite, text
 
 from . import leaf
-from .transform import Transform, device
+from .transform import Transform, device, scaled
 
 
 def global_norm(values: tree.Tree, ord: float = 2) -> Tensor:
@@ -36,8 +36,8 @@ def global_norm(values: tree.Tree, ord: float = 2) -> Tensor:
     if not leaves:
         return torch.zeros(())
     if ord == 2:
-        return leaf.root_of_sum([leaf.sum_squares(x) for x in leaves])
-    return leaf.largest([leaf.max_abs(x) for x in leaves])
+        return leaf.root_of_sum(leaf.sum_squares.each([(x,) for x in leaves]))
+    return leaf.largest(leaf.max_abs.each([(x,) for x in leaves]))
 
 
 def clip_by_global_norm(max_norm: float) -> Transform:
@@ -69,6 +69,6 @@ def clip_by_global_norm(max_norm: float) -> Transform:
     def update(grads: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
         norm = global_norm(grads)
         factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return tree.map(lambda g: leaf.scaled(g, factor), grads), {"norm": norm.to(state["norm"].dtype)}
+        return scaled(grads, factor), {"norm": norm.to(state["norm"].dtype)}
 
     return Transform(init, update, text("clip_by_global_norm", {"max_norm": max_norm}))

@@ -9,7 +9,7 @@ from fx_feather.errors import OptimizerError
 from fx_feather.settings import check, is_finite, text
 
 from . import leaf
-from .transform import DecayMask, Transform, decay_check, decays, first_step, rows, stateless
+from .transform import DecayMask, Transform, decay_check, decays, first_step, rows, scaled, stateless
 
 
 def scale(factor: float) -> Transform:
@@ -29,7 +29,7 @@ def scale(factor: float) -> Transform:
         [("factor", is_finite(factor), "a factor is finite", "factor=-1e-3")],
     )
     return stateless(
-        lambda grads, params: tree.map(lambda g: leaf.scaled(g, float(factor)), grads),
+        lambda grads, params: scaled(grads, float(factor)),
         text("scale", {"factor": factor}),
     )
 
@@ -64,7 +64,7 @@ def scale_by_schedule(schedule: Callable[[Tensor], Tensor]) -> Transform:
 
     def update(grads: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
         factor = schedule(state["step"])
-        return tree.map(lambda g: leaf.scaled(g, factor), grads), {"step": state["step"] + 1}
+        return scaled(grads, factor), {"step": state["step"] + 1}
 
     return Transform(init, update, text("scale_by_schedule", settings))
 
@@ -85,8 +85,6 @@ def add_decayed_weights(weight_decay: float, decay_mask: DecayMask = None) -> Tr
     def apply(grads: tree.Tree, params: tree.Tree) -> tree.Tree:
         beside, treedef = rows("add_decayed_weights.update", params, grads=grads)
         rates = decays(decay_mask, params, weight_decay)
-        return tree.unflatten(
-            treedef, [leaf.decayed(g, p, d) if d else g for (p, g), d in zip(beside, rates, strict=True)]
-        )
+        return tree.unflatten(treedef, leaf.decayed.each([(g, p, d) for (p, g), d in zip(beside, rates, strict=True)]))
 
     return stateless(apply, text("add_decayed_weights", settings))

@@ -87,7 +87,7 @@ def apply_updates(params: tree.Tree, updates: tree.Tree) -> tree.Tree:
     {'w': tensor([1.5000, 1.5000])}
     """
     beside, treedef = rows("apply_updates(params, updates)", params, updates=updates)
-    return tree.unflatten(treedef, [leaf.applied(param, update) for param, update in beside])
+    return tree.unflatten(treedef, leaf.applied.each(beside))
 
 
 def stateless(apply: Callable[[tree.Tree, tree.Tree], tree.Tree], text: str) -> Transform:
@@ -134,7 +134,14 @@ def decays(mask: DecayMask, params: tree.Tree, weight_decay: float) -> list[floa
 
 def zeros(params: tree.Tree) -> tree.Tree:
     """Statistics at the start: like the parameters, in float32 or wider."""
-    return tree.map(lambda p: torch.zeros_like(p, dtype=leaf.wide_dtype(p.dtype)), params)
+    leaves, treedef = tree.flatten(params)
+    return tree.unflatten(treedef, leaf.zeros.each([(p,) for p in leaves]))
+
+
+def scaled(updates: tree.Tree, factor: Tensor | float) -> tree.Tree:
+    """All updates times one factor."""
+    leaves, treedef = tree.flatten(updates)
+    return tree.unflatten(treedef, leaf.scaled.each([(x, factor) for x in leaves]))
 
 
 def first_step(params: tree.Tree) -> Tensor:

@@ -1,5 +1,6 @@
 """Differentiation: the vjp of a local unit, traced with it to one joint graph and cut into forward and backward."""
 
+import contextlib
 import dataclasses
 import operator
 from collections.abc import Callable, Sequence
@@ -7,10 +8,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..mesh import Mesh
 from ..program import Func
+from ..record import record
 from ..spec import Type
 from .cleanup import cleanup
 from .partition import LocalFn
@@ -66,15 +67,12 @@ class Place:
 
 def trace_local(fn: Callable[..., list[torch.Tensor]], places: Sequence[Place], device: str, name: str) -> Func:
     """Traces a function of local values, given how its arguments lie in memory."""
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        fakes = [p.fake(device) for p in places]
-        gm = make_fx(fn)(*fakes)
-    cleanup(gm.graph)
-    return Func(name, gm.graph, _constants(gm))
-
-
-def _constants(gm: fx.GraphModule) -> dict[str, torch.Tensor]:
-    return {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
+    # Nothing but shapes matters on the meta device, where an operator costs a fraction of a fake one; elsewhere the
+    # device decides which kernels composite operators are made of.
+    with contextlib.nullcontext() if device == "meta" else FakeTensorMode(allow_non_fake_inputs=True):
+        recorded = record(fn, [p.fake(device) for p in places])
+    cleanup(recorded.graph)
+    return Func(name, recorded.graph, recorded.constants)
 
 
 def linearize(
@@ -125,7 +123,19 @@ def linearize(
 
 _VIEWS = {
     getattr(torch.ops.aten, name)
-    for name in ("view", "t", "transpose", "permute", "unsqueeze", "squeeze", "expand", "slice", "select", "alias", "detach")
+    for name in (
+        "view",
+        "t",
+        "transpose",
+        "permute",
+        "unsqueeze",
+        "squeeze",
+        "expand",
+        "slice",
+        "select",
+        "alias",
+        "detach",
+    )
 }
 
 
@@ -158,7 +168,9 @@ def _cut(whole: Func, n_in: int, n_out: int, diff: list[int], with_ct: list[int]
         else:
             saved[n] = None
 
-    backward = [n for n in nodes if n in _ancestors(grads) and n not in forward and n.op not in ("placeholder", "output")]
+    backward = [
+        n for n in nodes if n in _ancestors(grads) and n not in forward and n.op not in ("placeholder", "output")
+    ]
     for n in backward:
         for a in n.all_input_nodes:
             if a in forward:

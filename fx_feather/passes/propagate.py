@@ -298,7 +298,9 @@ def _unruled(n: fx.Node, call: OpCall, types: list[Type], mesh: Mesh, where: fx.
             call=f"{name} at {user_line(where or n)}",
             got=f"{listing}\non {mesh!r}",
             number="it changes its operand in place" if in_place else "no rule says how this operator is split",
-            rule="a model is a pure function: it makes new values" if in_place else "an operator without a rule takes whole operands only",
+            rule="a model is a pure function: it makes new values"
+            if in_place
+            else "an operator without a rule takes whole operands only",
             fix=f"write the operator without the trailing underscore ({name.partition('.')[0].rstrip('_')})"
             if in_place
             else f'ff.rule("{name}", "{pattern} -> ...") with ! taken off the dims that may be split',
@@ -338,7 +340,9 @@ def _ambiguous(
             except Conflict:
                 continue
             tried.append(f'{nodes[i].name} = ff.constrain({nodes[i].name}, "{" ".join(names)}")')
-    fixes = "\nor ".join(dict.fromkeys(tried)) or "split fewer of these dims in the layout: no single constrain settles it"
+    fixes = (
+        "\nor ".join(dict.fromkeys(tried)) or "split fewer of these dims in the layout: no single constrain settles it"
+    )
     fail(
         AmbiguousError,
         call=f"{n.target} at {user_line(where or n)}",
@@ -376,14 +380,16 @@ def describe(plan: Plan) -> str:
     for n, step in plan.steps.items():
         if isinstance(step, OpStep):
             args = ", ".join(
-                (f"{plan.types[r].show(True)} => " if plan.types[r] != t else "") + t.show(True) for r, t in step.operands
+                (f"{plan.types[r].show(True)} => " if plan.types[r] != t else "") + t.show(True)
+                for r, t in step.operands
             )
             lines.append(f"  {n.name} = {n.target}({args}) -> {', '.join(t.show(True) for t in step.results)}")
         elif isinstance(step, RegionStep):
             outs = ", ".join(t.show(True) for t in step.region.out_types)
-            lines.append(f"  {n.name} = {step.region.name}({', '.join(t.show(True) for _, t in step.operands)}) -> {outs}")
+            lines.append(
+                f"  {n.name} = {step.region.name}({', '.join(t.show(True) for _, t in step.operands)}) -> {outs}"
+            )
         else:
             lines.append(f"  {n.name} = {n.target} decomposed:")
             lines += ["    " + line for line in describe(step.plan).splitlines()]
     return "\n".join(lines)
-

@@ -1,6 +1,7 @@
 """Stitching: local units, conversions of parameters and reductions of gradients, strung together to one program."""
 
 import dataclasses
+import functools as ft
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -30,6 +31,14 @@ class Funcs:
     plans: dict[Any, Plan] = dataclasses.field(default_factory=dict)
     units: dict[Any, LocalUnit] = dataclasses.field(default_factory=dict)
     others: dict[Any, Func] = dataclasses.field(default_factory=dict)
+    results: dict[Func, list[Place]] = dataclasses.field(default_factory=dict)
+
+    def result_places(self, func: Func) -> list[Place]:
+        """How the results of a function lie in memory."""
+        if func not in self.results:
+            nodes = func.graph.output_node().args[0]
+            self.results[func] = [Place.of(n.meta["val"]) for n in nodes]  # type: ignore[union-attr]
+        return self.results[func]
 
     def plan(self, program: GlobalProgram, unit: int, types: Sequence[Type], params: Sequence[Type | None]) -> Plan:
         """The plan of a unit; `params` gives for each input that is a parameter its type in use."""
@@ -60,18 +69,24 @@ class Funcs:
             cast = [x.to(dst.dtype) for x, (_, dst) in zip(xs, pairs, strict=True)]
             return convert_all(cast, pairs, self.mesh)
 
-        return self.small(convert, places, name, tuple(pairs))
+        return self.small(convert, places, name, tuple(pairs), device="meta")
 
     def small(
-        self, fn: Callable[..., list[torch.Tensor]], places: Sequence[Place], name: str, key: Any = None
+        self,
+        fn: Callable[..., list[torch.Tensor]],
+        places: Sequence[Place],
+        name: str,
+        key: Any = None,
+        device: str | None = None,
     ) -> Func:
         """A small local function, such as a sum of two cotangents; told apart by its name, arguments and `key`."""
         known = (name, tuple(places), key)
         if known not in self.others:
-            self.others[known] = trace_local(fn, places, self.device, name)
+            self.others[known] = trace_local(fn, places, device or self.device, name)
         return self.others[known]
 
 
+@ft.cache
 def is_free(src: Type, dst: Type, mesh: Mesh) -> bool:
     """Whether a conversion changes no local value: R and I look alike."""
     return src.dtype == dst.dtype and all(s.name in ("pvary", "unvary") for s in steps(src, dst, mesh))
@@ -97,9 +112,13 @@ class Stitcher:
         """New values of the types and places of others: what another section gave comes in here."""
         return [self.new(self.types[v], self.places[v]) for v in values]
 
-    def small(self, fn: Callable[..., list[torch.Tensor]], ins: Sequence[int], t: Type, name: str, key: Any = None) -> int:
+    def small(
+        self, fn: Callable[..., list[torch.Tensor]], ins: Sequence[int], t: Type, name: str, key: Any = None
+    ) -> int:
         """Emits a small function with one result."""
-        return self.emit(self.funcs.small(fn, [self.places[v] for v in ins], name, key), ins, [t])[0]
+        # A function without operands makes a tensor itself, and has to say where.
+        device = "meta" if ins else None
+        return self.emit(self.funcs.small(fn, [self.places[v] for v in ins], name, key, device), ins, [t])[0]
 
     def contiguous(self, values: Sequence[int]) -> list[int]:
         """The values, copied where they don't lie in memory in the order of their dims."""
@@ -112,9 +131,13 @@ class Stitcher:
 
     def emit(self, func: Func, ins: Sequence[int], types: Sequence[Type]) -> list[int]:
         """Appends a call; the types are those of its results."""
-        nodes = func.graph.output_node().args[0]
-        outs = [self.new(t, Place.of(n.meta["val"])) for t, n in zip(types, nodes, strict=True)]  # type: ignore[arg-type, union-attr]
-        self.instrs.append(Instr(func, tuple(ins), tuple(outs)))
+        return self.emit_rows(func, [ins], types)[0]
+
+    def emit_rows(self, func: Func, rows: Sequence[Sequence[int]], types: Sequence[Type]) -> list[list[int]]:
+        """Appends a call for many rows of values that are alike."""
+        places = self.funcs.result_places(func)
+        outs = [[self.new(t, p) for t, p in zip(types, places, strict=True)] for _ in rows]
+        self.instrs.append(Instr(func, tuple(map(tuple, rows)), tuple(map(tuple, outs))))
         return outs
 
     def section(self, name: str, inputs: Sequence[int], outputs: Sequence[int]) -> Section:
@@ -162,14 +185,22 @@ class Stitcher:
         """
         types = {g: self.types[v] for g, v in zip(program.inputs, inputs, strict=True)}
         in_use = {program.inputs[i]: t for i, t in params.items()}
-        plans = []
-        for call in program.calls:
-            plan = self.funcs.plan(program, call.unit, [types[a] for a in call.args], [in_use.get(a) for a in call.args])
-            types.update(zip(call.outs, plan.out_types, strict=True))
-            plans.append(plan)
-        return Forward(program, plans, dict(zip(program.inputs, inputs, strict=True)), in_use)
+        calls = []
+        for whole in program.calls:
+            # Rows that were alike before they were split may not be alike now.
+            alike: dict[Any, list[Call]] = {}
+            for row in whole.split():
+                alike.setdefault(tuple((types[a], in_use.get(a)) for a in row.args), []).append(row)
+            for key, rows in alike.items():
+                plan = self.funcs.plan(program, whole.unit, [t for t, _ in key], [u for _, u in key])
+                calls.append(PlannedCall(rows, plan))
+                for row in rows:
+                    types.update(zip(row.outs, plan.out_types, strict=True))
+        return Forward(program, calls, dict(zip(program.inputs, inputs, strict=True)), in_use, types)
 
-    def run_forward(self, f: "Forward", needs: dict[int, bool], cts: set[int], which: Sequence[int] | None = None) -> None:
+    def run_forward(
+        self, f: "Forward", needs: dict[int, bool], cts: set[int], which: Sequence[int] | None = None
+    ) -> None:
         """Emits the calls of the forward, each after the conversion of its parameters.
 
         Args:
@@ -178,15 +209,20 @@ class Stitcher:
             cts: global values that get one.
             which: numbers of the calls to emit, in order; all by default.
         """
-        for k in range(len(f.plans)) if which is None else which:
-            call, plan = f.program.calls[k], f.plans[k]
-            args = self._arguments(f, call, plan)
-            want = [needs.get(a, False) for a in call.args]
-            unit = self.funcs.unit(plan, [self.places[a] for a in args], want, [o in cts for o in call.outs])
-            saved_types = [Type.whole(n.meta["val"]) for n in unit.saved_nodes]
-            outs = self.emit(unit.forward, args, [*plan.out_types, *saved_types])
-            f.values.update(zip(call.outs, outs[: unit.outputs], strict=True))
-            f.records.append(Record(call, plan, unit, args, outs[unit.outputs :]))
+        for k in range(len(f.calls)) if which is None else which:
+            plan = f.calls[k].plan
+            placed: dict[Any, list[tuple[Call, list[int]]]] = {}
+            for call in f.calls[k].rows:
+                args = self._arguments(f, call, plan)
+                want = tuple(needs.get(a, False) for a in call.args), tuple(o in cts for o in call.outs)
+                placed.setdefault((tuple(self.places[a] for a in args), *want), []).append((call, args))
+            for (places, want_in, want_out), rows in placed.items():
+                unit = self.funcs.unit(plan, places, want_in, want_out)
+                saved_types = [Type.whole(n.meta["val"]) for n in unit.saved_nodes]
+                made = self.emit_rows(unit.forward, [args for _, args in rows], [*plan.out_types, *saved_types])
+                for (call, args), outs in zip(rows, made, strict=True):
+                    f.values.update(zip(call.outs, outs[: unit.outputs], strict=True))
+                    f.records.append(Record(call, plan, unit, args, outs[unit.outputs :]))
 
     def _arguments(self, f: "Forward", call: Call, plan: Plan, only: Sequence[int] | None = None) -> list[int]:
         """The arguments of a call, or those at some positions; all parameters among them are gathered together."""
@@ -198,7 +234,11 @@ class Stitcher:
         return list(args.values())
 
     def run_backward(
-        self, f: "Forward", seeds: dict[int, int], on_params: Callable[[str, list[tuple[int, int]]], None], reshard: bool
+        self,
+        f: "Forward",
+        seeds: dict[int, int],
+        on_params: Callable[[str, list[tuple[int, int]]], None],
+        reshard: bool,
     ) -> None:
         """Emits the backward calls, last call first.
 
@@ -244,34 +284,41 @@ class Record:
     saved: list[int]
 
 
+@dataclasses.dataclass(frozen=True)
+class PlannedCall:
+    """A call with its plan, one for all of its rows."""
+
+    rows: list[Call]
+    plan: Plan
+
+
 @dataclasses.dataclass
 class Forward:
-    """A planned forward: for each call its plan, and what its backward needs."""
+    """A planned forward: its calls, the values so far, and what the backward needs."""
 
     program: GlobalProgram
-    plans: list[Plan]
+    calls: list[PlannedCall]
     values: dict[int, int]
     in_use: dict[int, Type]
+    types: dict[int, Type]
     records: list[Record] = dataclasses.field(default_factory=list)
 
     def out_types(self) -> list[Type]:
         """Types of the program's outputs."""
-        known: dict[int, Type] = {}
-        for call, plan in zip(self.program.calls, self.plans, strict=True):
-            known.update(zip(call.outs, plan.out_types, strict=True))
-        return [known[o] for o in self.program.outputs]
+        return [self.types[o] for o in self.program.outputs]
 
 
 def needs_gradient(program: GlobalProgram, roots: set[int]) -> dict[int, bool]:
     """Which global values depend on `roots` through floating point values."""
     needs = {g: g in roots for g in program.inputs}
-    for call in program.calls:
+    for call in (row for c in program.calls for row in c.split()):
         unit = program.units[call.unit]
         reached = {n: needs[a] for n, a in zip(unit.inputs, call.args, strict=True)}
         for n in unit.graph.nodes:
             if n.op == "call_function":
                 val = n.meta["val"]
-                floats = any(v is not None and v.is_floating_point() for v in (val if isinstance(val, (list, tuple)) else [val]))
+                results = val if isinstance(val, (list, tuple)) else [val]
+                floats = any(v is not None and v.is_floating_point() for v in results)
                 reached[n] = floats and any(reached.get(a, False) for a in n.all_input_nodes)
         needs.update({o: reached.get(n, False) for n, o in zip(unit.outputs, call.outs, strict=True)})
     return needs
@@ -280,7 +327,7 @@ def needs_gradient(program: GlobalProgram, roots: set[int]) -> dict[int, bool]:
 def reached_by_cotangents(program: GlobalProgram, needs: dict[int, bool], seeds: set[int]) -> set[int]:
     """The global values that get a cotangent when `seeds` have one."""
     reached = set(seeds)
-    for call in reversed(program.calls):
+    for call in reversed([row for c in program.calls for row in c.split()]):
         if any(o in reached for o in call.outs):
             reached.update(a for a in call.args if needs.get(a))
     return reached

@@ -56,7 +56,7 @@ class Gradients:
     """
 
     first: Section
-    following: Section
+    following: Section | None
     finish: Section
 
 
@@ -66,7 +66,13 @@ def resolved(t: Type) -> Type:
 
 
 def gradient_sections(
-    s: Stitcher, program: GlobalProgram, params: Parameters, batch: Sequence[Type], reshard: bool, bucket: int
+    s: Stitcher,
+    program: GlobalProgram,
+    params: Parameters,
+    batch: Sequence[Type],
+    reshard: bool,
+    bucket: int,
+    accumulate: int = 1,
 ) -> Gradients:
     """Builds the sections that make gradients.
 
@@ -77,6 +83,7 @@ def gradient_sections(
         batch: types of the leaves of a microbatch.
         reshard: whether gathered parameters are freed after the forward.
         bucket: bytes that travel together, at most, when gradients are reduced at the end of the step.
+        accumulate: microbatches; with one there is no `following`.
     """
     n = len(params.types)
     wanted: list[Type] = []
@@ -88,10 +95,11 @@ def gradient_sections(
         f = s.forward(program, [*at_rest, *data], dict(enumerate(params.in_use())))
         if not wanted:
             varying: dict[int, frozenset[str]] = {g: frozenset() for g in program.inputs[:n]}
-            for call, plan in zip(program.calls, f.plans, strict=True):
-                for g, t in zip(call.args, plan.in_types, strict=True):
-                    if g in varying:
-                        varying[g] |= t.replicated
+            for call in f.calls:
+                for row in call.rows:
+                    for g, t in zip(row.args, call.plan.in_types, strict=True):
+                        if g in varying:
+                            varying[g] |= t.replicated
             for i, (g, use) in enumerate(zip(program.inputs, params.in_use(), strict=False)):
                 wanted.append(gradient_type(use, params.types[i], params.reduced(i), varying[g]))
             results.extend(f.out_types())
@@ -121,7 +129,7 @@ def gradient_sections(
         return s.section(name, [*at_rest, *data, *so_far], [*grads, *outs])
 
     first = microbatch("first", None)
-    following = microbatch("following", first.outputs)
+    following = microbatch("following", first.outputs) if accumulate > 1 else None
     unreduced = s.like(first.outputs)
     # Last gradients first: they were there first.
     reduced = s.convert(list(reversed(unreduced[:n])), list(reversed(params.gradients())), "reduce", bucket)
@@ -181,7 +189,7 @@ def optimizer_sections(
         return tree.unflatten(params.treedef, leaves)
 
     at_rest = params.at_rest()
-    init_program = trace(optimizer.init, (build(avals(at_rest)),), "optimizer.init")
+    init_program = trace(optimizer.init, (build(avals(at_rest)),), "optimizer.init", operators=True)
     resting = [s.new(t) for t in at_rest]
     f = s.forward(init_program, resting, dict(enumerate(t.opt for t in params.types)))
     s.run_forward(f, {}, set())
@@ -191,9 +199,8 @@ def optimizer_sections(
 
     def update(grads: Any, total: Any, count: Any, old: Any, values: Any) -> Any:
         # What the check needs is made of blocks: operators outside of blocks would share a unit with the update's.
-        mean = block(_mean, name="mean")
         loss = block(_quotient, name="loss")(total, count)
-        grads = tree.map(lambda g: mean(g, count), grads)
+        grads = build(block(_mean, name="mean").each([(g, count) for g in tree.leaves(grads)]))
         norm = global_norm(grads)
         updates, new = optimizer.update(grads, old, values)
         return loss, norm, apply_updates(values, updates), new
@@ -208,25 +215,27 @@ def optimizer_sections(
             build(avals(at_rest)),
         ),
         "optimizer",
+        operators=True,
     )
     inputs = [*s.like(reduced), *(s.new(t) for t in (*state_types, *at_rest))]
     f = s.forward(program, inputs, {})
-    early = by_output(program, program.outputs[:2])
+    rows = [call.rows for call in f.calls]
+    early = by_output(rows, program.outputs[:2])
     s.run_forward(f, {}, set(), early)
     loss, norm = s.convert(
         [f.values[o] for o in program.outputs[:2]],
         [resolved(s.types[f.values[o]]) for o in program.outputs[:2]],
         "check",
     )
-    late = by_output(program, program.outputs[2 : 2 + n], program.outputs[2 + n :], done=early)
-    made = {o for k in early for o in program.calls[k].outs}
-    needed = {a for k in late for a in program.calls[k].args} | set(program.outputs[2:])
-    carried = sorted({f.values[a] for a in needed if a in made})
+    late = by_output(rows, program.outputs[2 : 2 + n], program.outputs[2 + n :], done=early)
+    made = {o for k in early for row in rows[k] for o in row.outs}
+    used = {a for k in late for row in rows[k] for a in row.args}
+    carried = sorted({f.values[a] for a in (used | set(program.outputs[2:])) & made})
     # Gradients that the update takes as they came stay alive across the check.
-    taken = sorted({f.values[a] for k in late for a in program.calls[k].args if a in program.inputs})
+    taken = {f.values[a] for a in used & set(program.inputs)}
     passed = [v for v in inputs[: n + 2] if v in taken]
     # A call that makes the norm may make more of the optimizer's small values, such as the number of the next step.
-    read = {f.values[a] for k in early for a in program.calls[k].args}
+    read = {f.values[a] for k in early for row in rows[k] for a in row.args if a in program.inputs}
     rest = inputs[n + 2 :]
     at = [i for i, v in enumerate(rest) if v in read]
     check = s.section("check", [*inputs[: n + 2], *(rest[i] for i in at)], [loss, norm, *carried, *passed])
