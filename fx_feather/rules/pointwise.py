@@ -187,7 +187,7 @@ def of_tensors(name: str) -> list[Any]:
 UNTAGGED = """
     alias detach contiguous _to_copy where masked_fill negative real conj hardswish log_sigmoid polar complex isclose
     lift_fresh lift_fresh_copy multiply divide subtract true_divide greater less not_equal greater_equal less_equal
-    absolute __and__ __or__ __xor__ rsub fill
+    absolute __and__ __or__ __xor__ rsub fill floor_divide
 """
 for _name in UNTAGGED.split():
     for _op in of_tensors(_name):

@@ -271,6 +271,27 @@ def _mixing(dims_at: int) -> Callable[[OpCall], Sharding]:
     return shard
 
 
+def _padded(call: OpCall) -> Sharding:
+    pad, n = call.args[1], call.operands[0].ndim
+    # Widths come in pairs, for the last dim first.
+    dims = {n - 1 - k // 2 for k, width in enumerate(pad) if width}
+    s = _own_dims(call, dims, lambda f, o: tuple(() if i in dims else d for i, d in enumerate(f)))
+    # `pad` has a mode before the value.
+    value = call.args[-1] if len(call.args) > 2 else call.kwargs.get("value")
+    constant = isinstance(value, (int, float)) and value != 0
+    # A constant other than 0 would be added once a rank.
+    return dataclasses.replace(s, linear=() if constant else s.linear)
+
+
+register("pad.default constant_pad_nd.default", Rule(_padded, text="!d -> wider"))
+
+
+def _glu(call: OpCall) -> Sharding:
+    at = call.dim(1, default=-1)
+    return dataclasses.replace(_own_dims(call, {at}, lambda f, o: (*f[:at], (), *f[at + 1 :])), linear=())
+
+
+register("glu.default", Rule(_glu, text="!d -> half"))
 register("flip.default", Rule(_mixing(1), text="!d -> !d"))
 register("roll.default", Rule(_mixing(2), text="!d -> !d"))
 

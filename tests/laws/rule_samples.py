@@ -336,6 +336,13 @@ add("tril.default", f(3, 4, 5))
 add("triu.default", f(4, 5), 1)
 add("diagonal.default", f(3, 4, 5), 0, 0, 2)
 add("view_as_complex.default", f(4, 5, 2))
+add("constant_pad_nd.default", f(4, 5), [1, 2])
+add("constant_pad_nd.default", f(4, 5), [0, 0, 0, 1], 2.0)
+add("pad.default", f(4, 5), [0, 1], "constant", 1.0)
+add("pad.default", f(2, 4, 5), [1, 1], "reflect")
+add("glu.default", f(4, 6))
+add("floor_divide.default", i(9, 4, 5), 2)
+add("floor_divide.Scalar", c(4, 5), 0.3)
 add("view_as_real.default", Arg((4, 5), "complex"))
 
 # Lookups.
