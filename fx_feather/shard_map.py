@@ -20,9 +20,10 @@ from .errors import MeshError, ShapeError, SpecError, TypeStateError, fail, mess
 from .mesh import Axes, Mesh, as_axes
 from .passes.differentiate import LocalUnit, Place, linearize
 from .simulate import Simulator
+from .source import user_line, watched
 from .spec import P, Type, assemble, shard
 from .trace import emit_region, tracing
-from .unit import Region, user_line
+from .unit import Region
 
 # In a manual region a collective is first recorded with its full name: two may share one operator.
 LIBRARY.define("typed(Tensor x, str name, str axes, int n, int[] static, ScalarType? grad_dtype) -> Tensor")
@@ -331,7 +332,7 @@ def _trace_region(
     with _inside(_Context(mesh, name)), _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
         device = leaves[0].device.type if leaves else "cpu"
         fakes = [torch.empty(t.local_shape(mesh), dtype=t.dtype, device=device) for t in types]
-        gm = make_fx(flat, record_stack_traces=True)(*fakes)
+        gm = make_fx(watched(flat, call))(*fakes)
     _check_states(gm.graph, known, call)
     outs = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
     specs = _as_specs(out_specs, len(outs), call, "out_specs")

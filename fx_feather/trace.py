@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import tree
 from .errors import FeatherError, ShapeError, SpecError, fail
 from .record import Recorder, active_recorder, place, record
-from .unit import Aval, GlobalProgram, Region, Unit, cut, merge_equal, user_line
+from .source import user_line, watched
+from .unit import Aval, GlobalProgram, Region, Unit, cut, merge_equal
 
 _library = torch.library.Library("fx_feather", "FRAGMENT")
 _library.define("constrain(Tensor x, str dims) -> Tensor")
@@ -253,7 +254,7 @@ def _trace_unit(
         recorded = record(flat, fakes)
         graph, constants = recorded.graph, recorded.constants
     else:
-        gm = make_fx(flat, pre_dispatch=True, record_stack_traces=True, _allow_non_fake_inputs=True)(*fakes)
+        gm = make_fx(watched(flat, f"{label}(...)"), pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
         graph, constants = gm.graph, {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
     graph.eliminate_dead_code()
     for n in graph.nodes:
@@ -262,7 +263,7 @@ def _trace_unit(
             fail(
                 FeatherError,
                 call=f"{label}(...)",
-                got=f"a tensor of shape {list(value.shape)} from outside, used at\n{user_line(n)}",
+                got=f"a tensor of shape {list(value.shape)} from outside, used at\n{user_line(next(iter(n.users)))}",
                 number="1 tensor is closed over",
                 rule="whatever a block reads is an argument: hidden tensors have no dims that a layout could split",
                 fix="pass the tensor to the block as an argument",

@@ -2,8 +2,6 @@
 
 import dataclasses
 import operator
-import os
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -199,20 +197,3 @@ def cut(whole: Unit, blocks: list[Unit], out_tree: Any) -> GlobalProgram:
             pending.append(n)
     flush()
     return GlobalProgram(units, calls, inputs, tuple(number[n] for n in whole.outputs), out_tree, avals)
-
-
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n *([^\n]*)')
-
-
-def user_line(node: fx.Node) -> str:
-    """The line of the user's own source that made a node, as `file:line: code`."""
-    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [(file, line, code) for file, line, code in frames if not _machinery(file)]
-    return "{}:{}: {}".format(*own[-1]) if own else "(source line not known)"
-
-
-def _machinery(file: str) -> bool:
-    inside = file.removeprefix(_PACKAGE)
-    ours = inside != file and not inside.startswith(("nn" + os.sep, "models" + os.sep))
-    return ours or any(f"{os.sep}{p}{os.sep}" in file for p in ("torch", "optree"))

@@ -14,9 +14,10 @@ from ..layout import Layout, undivided
 from ..mesh import Mesh
 from ..rules import Conflict, OpCall, Operand, Rule, Sharding, Solution, lookup, solve
 from ..rules.rule import fill
+from ..source import user_line
 from ..spec import Type
 from ..trace import trace_unit
-from ..unit import Aval, Region, Unit, user_line
+from ..unit import Aval, Region, Unit
 
 #: A value of a unit: the node that makes it, and which of its results it is.
 Root = tuple[fx.Node, int]
