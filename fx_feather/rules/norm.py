@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from .pointwise import named, sets, sizes_of
+from .reduce import wide
 from .rule import Factors, OpCall, Rule, Sharding, register
 
 
@@ -28,17 +29,12 @@ def _normalised(call: OpCall) -> Sharding:
     )
 
 
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which statistics of a dtype are computed."""
-    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
-
-
 def rms_norm(x: Tensor, normalized_shape: Sequence[int], weight: Any = None, eps: float | None = None) -> Tensor:
     """`torch.nn.functional.rms_norm` in operators that may be split."""
     dims = list(range(x.dim() - len(normalized_shape), x.dim()))
-    wide = x.to(_wide(x.dtype))
-    eps = torch.finfo(wide.dtype).eps if eps is None else eps
-    out = wide * torch.rsqrt((wide * wide).mean(dims, True) + eps)
+    exact = x.to(wide(x.dtype))
+    eps = torch.finfo(exact.dtype).eps if eps is None else eps
+    out = exact * torch.rsqrt((exact * exact).mean(dims, True) + eps)
     return (out if weight is None else out * weight).to(x.dtype)
 
 
@@ -56,8 +52,8 @@ def layer_norm(
 
 
 def _centred(x: Tensor, dims: list[int], weight: Any, bias: Any, eps: float) -> Tensor:
-    wide = x.to(_wide(x.dtype))
-    off = wide - wide.mean(dims, True)
+    exact = x.to(wide(x.dtype))
+    off = exact - exact.mean(dims, True)
     out = off * torch.rsqrt((off * off).mean(dims, True) + eps)
     out = out if weight is None else out * weight
     return (out if bias is None else out + bias).to(x.dtype)

@@ -233,19 +233,29 @@ def _along(dim_at: int) -> Callable[[OpCall], Sharding]:
     return shard
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype in which torch computes sums of a dtype within one operator."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+def _shifted(x: Tensor, dim: int) -> Tensor:
+    x = x.to(wide(x.dtype))
+    return torch.ops.fx_feather.fill_padding(x - maximum(x, [dim], True), [dim], float("-inf"))
+
+
 def softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
     """`torch.softmax` in operators that may be split."""
-    x = x if dtype is None or isinstance(dtype, bool) else x.to(dtype)
-    shifted = torch.ops.fx_feather.fill_padding(x - maximum(x, [dim], True), [dim], float("-inf"))
-    raised = shifted.exp()
-    return raised / raised.sum(dim, True)
+    # The private variants have a flag in place of the dtype.
+    out = x.dtype if dtype is None or isinstance(dtype, bool) else dtype
+    raised = _shifted(x.to(out), dim).exp()
+    return (raised / raised.sum(dim, True)).to(out)
 
 
 def log_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
     """`torch.log_softmax` in operators that may be split."""
-    x = x if dtype is None or isinstance(dtype, bool) else x.to(dtype)
-    shifted = torch.ops.fx_feather.fill_padding(x - maximum(x, [dim], True), [dim], float("-inf"))
-    return shifted - shifted.exp().sum(dim, True).log()
+    out = x.dtype if dtype is None or isinstance(dtype, bool) else dtype
+    shifted = _shifted(x.to(out), dim)
+    return (shifted - shifted.exp().sum(dim, True).log()).to(out)
 
 
 register("softmax.int _softmax.default", Rule(_along(1), softmax, text="... !d -> ... !d"))
