@@ -6,12 +6,13 @@ from typing import Any
 import torch
 
 from . import param, tree
-from .errors import ShapeError, message, raise_all
+from .errors import LayoutError, MeshError, ShapeError, message, raise_all
 from .inputs import batch_leaves, parameters
 from .layout import Layout
 from .mesh import Mesh
 from .program import CollectiveNode, Program
 from .runtime import Runtime, in_world
+from .settings import check
 from .simulate import Simulator
 from .spec import Type, assemble, pad_to, shard, slices
 from .trace import trace
@@ -23,6 +24,16 @@ BUCKET_BYTES = 25 << 20
 
 def _device(device: str | None) -> str:
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _check_kinds(mesh: Any, layout: Any) -> None:
+    given = {"mesh": mesh, "layout": layout}
+    if not isinstance(mesh, Mesh):
+        fix = f"mesh=ff.Mesh(dp={mesh if isinstance(mesh, int) else 2})"
+        check(MeshError, "compile", given, [("mesh", False, "ranks are named by the axes of a grid", fix)])
+    if not isinstance(layout, Layout):
+        fix = f"layout=layouts.{layout.__name__}(...)" if callable(layout) else 'ff.Layout(compute={"batch": "dp"})'
+        check(LayoutError, "compile", given, [("layout", False, "a layout is a table of dim names and axes", fix)])
 
 
 class Common:
@@ -38,6 +49,7 @@ class Common:
         device: str | None,
         microbatches: int,
     ):
+        _check_kinds(mesh, layout)
         self.mesh, self.layout, self.template, self.device = mesh, layout, template, _device(device)
         layout.check_axes(mesh)
         self.params = parameters(template, mesh, layout)

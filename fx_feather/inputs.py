@@ -103,8 +103,8 @@ def batch_leaves(batch: Any, dims: Any, layout: Layout, mesh: Mesh, microbatches
             shape[at] //= microbatches
         types.append(Type(x.dtype, tuple(shape), layout.value_dims(dim_names), names=dim_names))
     raise_all(ShapeError, problems)
-    what = "batch" if microbatches == 1 else f"microbatch (1 of {microbatches})"
-    check_divides(((f"{what}{path}", t) for path, t in zip(paths, types, strict=True)), mesh)
+    part = "" if microbatches == 1 else f"a microbatch, a batch being {microbatches} of them, of "
+    check_divides(((f"{part}batch{path}", t) for path, t in zip(paths, types, strict=True)), mesh)
     return Leaves(paths, treedef, types)
 
 

@@ -1,6 +1,7 @@
 """The user's own source lines: recorded for each operator while a function is traced, read off nodes in messages."""
 
 import contextlib
+import inspect
 import linecache
 import os
 import re
@@ -14,6 +15,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx import traceback as fx_traceback
 from torch.overrides import TorchFunctionMode
 
+from . import tree
 from .errors import FeatherError, fail
 
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -26,6 +28,25 @@ def user_line(node: fx.Node) -> str:
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
     own = [(file, line, code) for file, line, code in frames if not _machinery(file)]
     return "{}:{}: {}".format(*own[-1]) if own else UNKNOWN
+
+
+def label(node: fx.Node) -> str:
+    """What to call a value in a message: as the user's function writes an input, and the node's name otherwise."""
+    return str(node.meta.get("label", node.name))
+
+
+def labels(fn: Callable[..., Any], args: tree.TreeDef) -> list[str]:
+    """How `fn` writes each leaf of its arguments, such as `params['mlp']['up']`."""
+    try:
+        parameters = inspect.signature(fn).parameters.values()
+    except (TypeError, ValueError):
+        parameters = ()  # type: ignore[assignment]
+    names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    out = []
+    for path in tree.paths_of(args):
+        at, rest = path[1:].split("]", 1)
+        out.append((names[int(at)] if int(at) < len(names) else f"args[{at}]") + rest)
+    return out
 
 
 def _machinery(file: str) -> bool:

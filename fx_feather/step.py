@@ -291,12 +291,14 @@ def compile_step(
     >>> state.step, metrics["count"]
     (1, 4)
     """
-    settings = {"accumulate": accumulate, "remat": remat, "bucket_bytes": bucket_bytes}
+    settings = {"optimizer": optimizer, "accumulate": accumulate, "remat": remat, "bucket_bytes": bucket_bytes}
+    pair = isinstance(optimizer, Transform)
     check(
         OptimizerError,
         "compile_step",
         settings,
         [
+            ("optimizer", pair, "an optimizer is a pair (init, update)", "a call such as ff.adamw(lr=3e-4)"),
             ("accumulate", is_count(accumulate, 1), "a batch is processed in one microbatch or more", "accumulate=1"),
             ("remat", remat in ("none", "full"), "what to keep for the backward is 'none' or 'full'", "remat='none'"),
             ("bucket_bytes", is_count(bucket_bytes, 1), "a bucket holds at least one byte", "bucket_bytes=25 << 20"),

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import tree
 from .errors import FeatherError, ShapeError, SpecError, fail
 from .record import Recorder, active_recorder, place, record
-from .source import user_line, watched
+from .source import labels, user_line, watched
 from .unit import Aval, GlobalProgram, Region, Unit, cut, merge_equal
 
 _library = torch.library.Library("fx_feather", "FRAGMENT")
@@ -222,6 +222,9 @@ def _trace_block(trace: _Trace, fn: Callable[..., Any], label: str, leaves: list
             unit = _trace_unit(flat, avals, label, trace.operators)
     finally:
         trace.inside = False
+    names = labels(fn, treedef)
+    for n, i in zip(unit.inputs, at, strict=True):
+        n.meta["label"] = names[i]
     trace.blocks.append(unit)
     trace.outs.append(([Aval.of(n.meta["val"]) for n in unit.outputs], out_tree))
     return len(trace.blocks) - 1
@@ -315,5 +318,7 @@ def trace(fn: Callable[..., Any], args: Any, name: str = "main", operators: bool
         whole = _trace_unit(visible if operators else flat, avals, name, operators)
     for unit in [whole, *state.blocks] if operators else []:
         place(unit.graph, device)
+    for n, text in zip(whole.inputs, labels(fn, treedef), strict=True):
+        n.meta["label"] = text
     merge_equal(whole.graph)
     return cut(whole, state.blocks, out_tree)

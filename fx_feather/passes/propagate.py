@@ -14,7 +14,7 @@ from ..layout import Layout, undivided
 from ..mesh import Mesh
 from ..rules import Conflict, OpCall, Operand, Rule, Sharding, Solution, lookup, solve
 from ..rules.rule import fill
-from ..source import user_line
+from ..source import label, user_line
 from ..spec import Type
 from ..trace import trace_unit
 from ..unit import Aval, Region, Unit
@@ -231,7 +231,7 @@ def _operator(plan: Plan, n: fx.Node, env: dict[fx.Node, Any], layout: Layout, w
     types = [v.logical for v in values]
     rule = lookup(call)
     if rule is None:
-        rule = _unruled(n, call, types, plan.mesh, where)
+        rule = _unruled(n, call, nodes, types, plan.mesh, where)
     sharding = rule.shard(call)
     try:
         solution = solve(sharding, types, plan.mesh)
@@ -286,10 +286,12 @@ def _decomposed(
     return _results(plan, n, inner.out_types)
 
 
-def _unruled(n: fx.Node, call: OpCall, types: list[Type], mesh: Mesh, where: fx.Node | None) -> Rule:
+def _unruled(
+    n: fx.Node, call: OpCall, nodes: list[fx.Node], types: list[Type], mesh: Mesh, where: fx.Node | None
+) -> Rule:
     """An operator without a rule may take whole values, and computes the same on every rank."""
     if any(t.sharded for t in types):
-        listing = "\n".join(f"operand {i}: {t} {_named(t)}" for i, t in enumerate(types))
+        listing = "\n".join(f"{label(a)}: {t} {_named(t)}" for a, t in zip(nodes, types, strict=True))
         name = str(getattr(n.target, "name", lambda: n.target)())
         letters = "abcdefghijkl"
         pattern = ", ".join(" ".join("!" + letters[d] for d in range(len(t.shape))) for t in types)
@@ -328,19 +330,22 @@ def _ambiguous(
     layout: Layout,
     where: fx.Node | None,
 ) -> Any:
-    listing = "\n".join(f"{a.name}: {t} {_named(t)}" for a, t in zip(nodes, types, strict=True))
+    made = {a: f", made at {user_line(a)}" for a in nodes if a.meta.get("stack_trace")}
+    rows = [f"{label(a)}: {t} {_named(t)}{made.get(a, '')}" for a, t in zip(nodes, types, strict=True)]
+    listing = "\n".join(dict.fromkeys(rows))
     tried = []
     for i in sorted(set(conflict.operands)):
         for names in _candidates(types[i], conflict.axis, layout):
-            trial = list(types)
-            trial[i] = types[i].with_(dims=layout.value_dims(names), partial=frozenset(), replicated=frozenset())
-            if undivided(trial[i].with_(names=names), mesh, ""):
+            settled = types[i].with_(dims=layout.value_dims(names), partial=frozenset(), replicated=frozenset())
+            if undivided(settled.with_(names=names), mesh, ""):
                 continue
+            # A value may be several operands at once.
+            trial = [settled if a is nodes[i] else t for a, t in zip(nodes, types, strict=True)]
             try:
                 solve(sharding, trial, mesh)
             except Conflict:
                 continue
-            tried.append(f'{nodes[i].name} = ff.constrain({nodes[i].name}, "{" ".join(names)}")')
+            tried.append(f'{label(nodes[i])} = ff.constrain({label(nodes[i])}, "{" ".join(names)}")')
     fixes = (
         "\nor ".join(dict.fromkeys(tried)) or "split fewer of these dims in the layout: no single constrain settles it"
     )

@@ -257,15 +257,12 @@ def loss_function(loss_fn: Callable[..., Any]) -> Callable[..., list[torch.Tenso
         good = isinstance(out, tuple) and len(out) in (2, 3)
         scalars = good and all(isinstance(x, torch.Tensor) and x.ndim == 0 for x in out[:2])
         if not scalars or not out[0].is_floating_point():
-            shown = (
-                [f"{type(x).__name__}{list(x.shape) if isinstance(x, torch.Tensor) else ''}" for x in out]
-                if good
-                else type(out).__name__
-            )
+            results = out if isinstance(out, tuple) else (out,)
+            kinds = [repr(Type.whole(x)) if isinstance(x, torch.Tensor) else type(x).__name__ for x in results]
             fail(
                 ShapeError,
                 call=f"{getattr(loss_fn, '__name__', 'loss_fn')}(params, batch)",
-                got=f"{shown}",
+                got=f"({', '.join(kinds)})" if isinstance(out, tuple) else kinds[0],
                 number="the result is not (sum, count) or (sum, count, aux) with 0-dim tensors sum (floating point) and count",
                 rule="a loss is a sum and the count that normalises it: a mean of means weighs tokens unequally",
                 fix="return nll.sum(), valid.sum()",
