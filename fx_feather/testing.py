@@ -363,7 +363,7 @@ def _gradients(step: Step, params: Any, batch: Any) -> tuple[dict[str, Any], Any
     """Loss, count, auxiliary values and whole gradients of a step, before its optimizer takes them."""
     sections, run, n = step.program.sections, step.simulator().run, len(step.params.types)
     leaves = step.scatter(tree.leaves(params), step.params.at_rest())
-    first, *following = step.sim_microbatches(batch)
+    first, *following = step.sim_microbatches(batch, "assert_equivalent(...)")
     so_far = run(sections["first"], [*leaves, *first])
     for data in following:
         so_far = run(sections["following"], [*leaves, *data, *so_far])
