@@ -1,12 +1,15 @@
 """Recording: runs a function on fake tensors and keeps its operators as an FX graph, at a fraction of a full trace's cost."""
 
+import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .unit import Call, GlobalProgram, Unit
 
 
 class Recorder(TorchDispatchMode):
@@ -25,6 +28,10 @@ class Recorder(TorchDispatchMode):
 
     def placeholder(self, x: torch.Tensor) -> None:
         self._name(x, self.graph.placeholder(f"x{len(self._nodes)}"))
+
+    def knows(self, x: torch.Tensor) -> bool:
+        """Whether a tensor came in or was made here."""
+        return id(x) in self._nodes
 
     def node(self, x: torch.Tensor) -> fx.Node:
         """The node of a tensor; one that came from outside is a constant."""
@@ -80,16 +87,105 @@ def record(fn: Callable[..., Sequence[torch.Tensor]], fakes: Sequence[torch.Tens
     return recorder
 
 
-def active_recorder() -> Recorder:
-    """The recorder that is on, innermost."""
-    mode = _get_current_dispatch_mode()
-    assert isinstance(mode, Recorder), "a function is being recorded"
-    return mode
-
-
 def place(graph: fx.Graph, device: str) -> None:
     """Lets operators of a graph recorded on the meta device make their tensors on a real one."""
     for n in graph.nodes:
         made = n.kwargs.get("device")
         if isinstance(made, torch.device) and made.type == "meta":
             n.update_kwarg("device", torch.device(device))
+
+
+@dataclasses.dataclass
+class _Segment:
+    """Operators between two calls: a graph whose placeholders are values of the whole program."""
+
+    recorder: Recorder = dataclasses.field(default_factory=Recorder)
+    args: list[int] = dataclasses.field(default_factory=list)
+    outs: dict[int, fx.Node] = dataclasses.field(default_factory=dict)
+
+
+class CallRecorder(TorchDispatchMode):
+    """Records a whole program at once as calls of units: blocks hand their calls in, other operators form segments.
+
+    An optimizer has thousands of values, and all but a few are only passed from call to call: as numbers they cost a
+    small part of what nodes of a graph do.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.items: list[_Segment | Call] = []
+        #: By identity: the tensor, kept alive, with its number or the segment that makes it.
+        self._known: dict[int, tuple[torch.Tensor, int | _Segment]] = {}
+        self._made: dict[Any, list[torch.Tensor]] = {}
+        self._count = 0
+
+    def value(self, x: torch.Tensor) -> int:
+        """Gives a tensor that no segment makes its number."""
+        self._known[id(x)] = (x, self._count)
+        self._count += 1
+        return self._count - 1
+
+    def number(self, x: torch.Tensor) -> int:
+        """The number of a value; a value of a segment becomes one of its results."""
+        if id(x) not in self._known:
+            segment = self._segment()  # a constant
+            segment.recorder.node(x)
+            self._known[id(x)] = (x, segment)
+        at = self._known[id(x)][1]
+        if isinstance(at, _Segment):
+            number = self.value(x)
+            at.outs[number] = at.recorder.node(x)
+            return number
+        return at
+
+    def call(self, unit: int, tensors: Sequence[torch.Tensor], rows: int, make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+        """Appends a call of a block, and gives its results; an equal call before has the same."""
+        args = tuple(self.number(x) for x in tensors)
+        if (unit, args) not in self._made:
+            outs = self._made[unit, args] = make()
+            self.items.append(Call(unit, args, tuple(self.value(x) for x in outs), rows))
+        return self._made[unit, args]
+
+    def _segment(self) -> _Segment:
+        if not self.items or not isinstance(self.items[-1], _Segment):
+            self.items.append(_Segment())
+        segment = self.items[-1]
+        assert isinstance(segment, _Segment)
+        return segment
+
+    def _operands(self, segment: _Segment, x: Any) -> None:
+        if isinstance(x, torch.Tensor):
+            known = self._known.get(id(x))
+            if known is not None and known[1] is not segment and not segment.recorder.knows(x):
+                segment.args.append(self.number(x))
+                segment.recorder.placeholder(x)
+        elif isinstance(x, (list, tuple)):
+            for y in x:
+                self._operands(segment, y)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        if func.namespace == "prim":
+            return out
+        segment = self._segment()
+        self._operands(segment, [*args, *kwargs.values()])
+        segment.recorder.emit(func, args, kwargs, out)
+        for x in out if isinstance(out, (list, tuple)) else [out]:
+            if isinstance(x, torch.Tensor):
+                self._known[id(x)] = (x, segment)
+        return out
+
+    def program(self, name: str, blocks: list[Unit], inputs: tuple[int, ...], outputs: tuple[int, ...], out_tree: Any) -> GlobalProgram:
+        """What was recorded; segments are units named `name`."""
+        units, calls = list(blocks), []
+        for item in self.items:
+            if isinstance(item, Call):
+                calls.append(item)
+            elif item.outs:
+                graph = item.recorder.graph
+                graph.output(list(item.outs.values()))
+                graph.eliminate_dead_code()
+                units.append(Unit(name, graph, item.recorder.constants))
+                calls.append(Call(len(units) - 1, tuple(item.args), tuple(item.outs)))
+        return GlobalProgram(units, calls, inputs, outputs, out_tree)

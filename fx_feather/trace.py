@@ -8,13 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import tree
 from .errors import FeatherError, ShapeError, SpecError, fail
-from .record import Recorder, active_recorder, place, record
+from .record import CallRecorder, place, record
 from .source import labels, user_line, watched
 from .unit import Aval, GlobalProgram, Region, Unit, cut, merge_equal
 
@@ -32,8 +33,7 @@ class _Trace:
     """What is known while a function is traced: its blocks so far."""
 
     mode: contextlib.AbstractContextManager[Any]
-    operators: bool = False
-    recorder: Recorder | None = None
+    calls: CallRecorder | None = None
     blocks: list[Unit] = dataclasses.field(default_factory=list)
     outs: list[tuple[list[Aval], Any]] = dataclasses.field(default_factory=list)
     ids: dict[Any, int] = dataclasses.field(default_factory=dict)
@@ -163,7 +163,7 @@ class Block:
         for id, members in groups.items():
             avals, out_tree = _current.outs[id]
             # Models have few calls, and a row each: their graph is cut between them.
-            parts = [members] if _current.operators else [[m] for m in members]
+            parts = [members] if _current.calls is not None else [[m] for m in members]
             for part in parts:
                 flat = _emit_block([x for _, tensors in part for x in tensors], id, len(part))
                 for k, (at, _) in enumerate(part):
@@ -173,12 +173,18 @@ class Block:
 
 def _emit_block(tensors: list[torch.Tensor], id: int, rows: int) -> list[torch.Tensor]:
     assert _current is not None
-    if _current.recorder is None:
-        return torch.ops.fx_feather.block(tensors, id, rows)
-    # The same node, without the way through the dispatcher: an optimizer has thousands of results.
-    with _disable_current_modes():
+    if _current.calls is not None:
+        with _disable_current_modes():
+            return _current.calls.call(id, tensors, rows, lambda: _block_outputs(tensors, id, rows))
+    # The node is made by hand: parameters that come straight from outside need none, and the dispatcher has no say.
+    tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
+    operands = [tracer.tensor_tracker[x].proxy if x in tracer.tensor_tracker else x for x in tensors]
+    proxies = [p for p in operands if isinstance(p, fx.Proxy)]
+    proxy = tracer.create_proxy("call_function", torch.ops.fx_feather.block.default, (proxies, id, rows), {})
+    proxy.node.meta["operands"] = [p.node if isinstance(p, fx.Proxy) else p for p in operands]
+    with _disable_current_modes(), _current.mode:
         out = _block_outputs(tensors, id, rows)
-    _current.recorder.emit(torch.ops.fx_feather.block.default, (tensors, id, rows), {}, out)
+    track_tensor_tree(out, proxy, constant=None, tracer=tracer)
     return out
 
 
@@ -219,7 +225,7 @@ def _trace_block(trace: _Trace, fn: Callable[..., Any], label: str, leaves: list
     try:
         # The block is traced by itself: none of the modes of the outer trace may see its operators.
         with _disable_current_modes(), trace.mode:
-            unit = _trace_unit(flat, avals, label, trace.operators)
+            unit = _trace_unit(flat, avals, label, trace.calls is not None)
     finally:
         trace.inside = False
     names = labels(fn, treedef)
@@ -255,13 +261,12 @@ def _trace_unit(
     fakes = [a.fake() for a in avals]
     if operators:
         recorded = record(flat, fakes)
-        graph, constants = recorded.graph, recorded.constants
+        unit = Unit(label, recorded.graph, recorded.constants)
+        unit.graph.eliminate_dead_code()
     else:
-        gm = make_fx(watched(flat, f"{label}(...)"), pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
-        graph, constants = gm.graph, {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
-    graph.eliminate_dead_code()
-    for n in graph.nodes:
-        value = constants.get(n.target) if n.op == "get_attr" else None
+        unit = _trace_graph(flat, fakes, label)
+    for n in unit.graph.nodes:
+        value = unit.constants.get(n.target) if n.op == "get_attr" else None
         if value is not None and (getattr(value, "fake_mode", None) is not None or value.is_meta):
             fail(
                 FeatherError,
@@ -271,7 +276,14 @@ def _trace_unit(
                 rule="whatever a block reads is an argument: hidden tensors have no dims that a layout could split",
                 fix="pass the tensor to the block as an argument",
             )
-    return Unit(label, graph, constants, _current.regions if _current else [])
+    return unit
+
+
+def _trace_graph(flat: Callable[..., list[torch.Tensor]], fakes: list[torch.Tensor], label: str) -> Unit:
+    gm = make_fx(watched(flat, f"{label}(...)"), pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
+    gm.graph.eliminate_dead_code()
+    constants = {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
+    return Unit(label, gm.graph, constants, _current.regions if _current else [])
 
 
 @contextlib.contextmanager
@@ -304,21 +316,29 @@ def trace(fn: Callable[..., Any], args: Any, name: str = "main", operators: bool
         _check_outputs(outs, f"{name}(...)")
         return outs
 
-    # Simple operators are recorded on the meta device, where no composite one has to choose its kernels.
-    device = avals[0].device if avals else "cpu"
-    state = _Trace(contextlib.nullcontext() if operators else FakeTensorMode(), operators)
     if operators:
-        avals = [dataclasses.replace(a, device="meta") for a in avals]
-
-    def visible(*tensors: torch.Tensor) -> list[torch.Tensor]:
-        state.recorder = active_recorder()
-        return flat(*tensors)
-
+        return _trace_calls(flat, avals, name, lambda: out_tree)
+    state = _Trace(FakeTensorMode())
     with _tracing(state), state.mode:
-        whole = _trace_unit(visible if operators else flat, avals, name, operators)
-    for unit in [whole, *state.blocks] if operators else []:
-        place(unit.graph, device)
-    for n, text in zip(whole.inputs, labels(fn, treedef), strict=True):
-        n.meta["label"] = text
+        # The inputs are closed over: most are parameters that only blocks use, and need no node in the outer graph.
+        fakes = [a.fake() for a in avals]
+        whole = _trace_graph(lambda: flat(*fakes), [], name)
     merge_equal(whole.graph)
-    return cut(whole, state.blocks, out_tree)
+    return cut(whole, state.blocks, fakes, labels(fn, treedef), out_tree)
+
+
+def _trace_calls(
+    flat: Callable[..., list[torch.Tensor]], avals: list[Aval], name: str, out_tree: Callable[[], Any]
+) -> GlobalProgram:
+    # On the meta device an operator costs least, and no composite one has to choose its kernels.
+    device = avals[0].device if avals else "cpu"
+    recorder = CallRecorder()
+    state = _Trace(contextlib.nullcontext(), recorder)
+    tensors = [dataclasses.replace(a, device="meta").fake() for a in avals]
+    inputs = tuple(recorder.value(x) for x in tensors)
+    with _tracing(state), recorder:
+        outs = flat(*tensors)
+    program = recorder.program(name, state.blocks, inputs, tuple(recorder.number(x) for x in outs), out_tree())
+    for unit in program.units:
+        place(unit.graph, device)
+    return program

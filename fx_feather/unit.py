@@ -77,7 +77,6 @@ class GlobalProgram:
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     out_tree: Any
-    avals: dict[int, Aval]
 
     def dim_names(self) -> set[str]:
         """All dim names that some `constrain` uses."""
@@ -105,7 +104,7 @@ def merge_equal(graph: fx.Graph) -> None:
     """Makes one node of nodes that compute the same; a global program has no effects and no random numbers."""
     seen: dict[Any, fx.Node] = {}
     for n in list(graph.nodes):
-        if n.op != "call_function":
+        if n.op != "call_function" or "operands" in n.meta:
             continue
         try:
             key = (n.target, fx.node.map_aggregate(n.args, _freeze), tuple(sorted(n.kwargs.items())))
@@ -128,30 +127,39 @@ def _hashable(x: Any) -> Any:
     return x
 
 
-def cut(whole: Unit, blocks: list[Unit], out_tree: Any) -> GlobalProgram:
+def cut(
+    whole: Unit, blocks: list[Unit], inputs: list[torch.Tensor], labels: list[str], out_tree: Any
+) -> GlobalProgram:
     """Cuts the outer graph at its block nodes: what lies between two blocks becomes a unit of its own.
 
     Args:
-        whole: the outer graph; its block nodes name a block by its number.
+        whole: the outer graph; its block nodes name a block by its number, and have all operands in their meta.
         blocks: the blocks.
+        inputs: the program's inputs; in the outer graph they stand as constants.
+        labels: what to call each input in messages.
         out_tree: structure of the results.
     """
-    block_op = torch.ops.fx_feather.block.default
     units, calls = list(blocks), []
-    number: dict[Any, int] = {}
-    avals: dict[int, Aval] = {}
+    of_input = {id(x): i for i, x in enumerate(inputs)}
+    #: Numbers of values; nodes that stand for an input are made by no call.
+    number: dict[Any, int] = {
+        n: of_input[id(whole.constants[n.target])]
+        for n in whole.graph.nodes
+        if n.op == "get_attr" and id(whole.constants[n.target]) in of_input
+    }
+    for n, k in number.items():
+        n.meta.setdefault("val", inputs[k])
+        n.meta["label"] = labels[k]
+    outside, count = frozenset(number), len(inputs)
 
-    def new(n: fx.Node) -> int:
-        number[n] = len(number)
-        avals[number[n]] = Aval.of(n.meta["val"])
-        return number[n]
+    def new(key: Any) -> int:
+        nonlocal count
+        number[key] = count
+        count += 1
+        return number[key]
 
-    inputs = tuple(new(n) for n in whole.inputs)
-    last_use: dict[fx.Node, int] = {}
     order = {n: i for i, n in enumerate(whole.graph.nodes)}
-    for n in whole.graph.nodes:
-        for a in n.all_input_nodes:
-            last_use[a] = order[n]
+    last_use = {a: order[n] for n in whole.graph.nodes for a in n.all_input_nodes}
     pending: list[fx.Node] = []
 
     def flush() -> None:
@@ -174,26 +182,19 @@ def cut(whole: Unit, blocks: list[Unit], out_tree: Any) -> GlobalProgram:
         units.append(Unit(whole.name, graph, {k: v for k, v in whole.constants.items() if k in names}, whole.regions))
         calls.append(Call(len(units) - 1, tuple(number[a] for a in args), tuple(new(n) for n in outs)))
 
-    produced_by_block: dict[fx.Node, int] = {}
     for n in whole.graph.nodes:
-        if n.op in ("placeholder", "output"):
+        if n in outside or n.op == "output":
             continue
-        if n.target is block_op:
-            # Operators that no later block needs yet may wait: fewer, larger units. Those it needs must come first.
+        if "operands" in n.meta:
+            # What lies before a block becomes a unit, whether this block needs it or a later one.
             flush()
-            id = n.args[1]
-            rows = n.args[2]
-            made = [Aval.of(o.meta["val"]) for o in blocks[id].outputs] * rows
-            count, base = len(made), len(number)
-            for i, aval in enumerate(made):
-                number[n, i] = base + i
-                avals[base + i] = aval
-            args = tuple(number[a] for a in n.args[0])
-            calls.append(Call(id, args, tuple(range(base, base + count)), rows))
-            produced_by_block[n] = base
-        elif n.op == "call_function" and n.args and n.args[0] in produced_by_block and n.target is operator.getitem:
-            number[n] = produced_by_block[n.args[0]] + n.args[1]
+            operands = n.meta["operands"]
+            args = tuple(of_input[id(x)] if isinstance(x, torch.Tensor) else number[x] for x in operands)
+            results = range(len(blocks[n.args[1]].outputs) * n.args[2])
+            calls.append(Call(n.args[1], args, tuple(new((n, i)) for i in results), n.args[2]))
+        elif n.target is operator.getitem and "operands" in n.args[0].meta:
+            number[n] = number[n.args]
         else:
             pending.append(n)
     flush()
-    return GlobalProgram(units, calls, inputs, tuple(number[n] for n in whole.outputs), out_tree, avals)
+    return GlobalProgram(units, calls, tuple(range(len(inputs))), tuple(number[n] for n in whole.outputs), out_tree)
