@@ -1,6 +1,8 @@
 """fx_feather: a model written once, for one device, and a layout table that splits it over many."""
 
 # Property tests of one's own model.
+# Checkpoints in Hugging Face's format.
+from . import hf as hf
 from . import testing as testing
 
 # Typed collectives, for manual regions.

@@ -29,7 +29,7 @@ FLOORS = (
     {"nn", "models", "optim"},
     {"program"},
     {"passes"},
-    {"runtime", "simulate", "price", "checkpoint", "explain"},
+    {"runtime", "simulate", "price", "checkpoint", "explain", "hf"},
     {"pipeline"},
     {"compile"},
     {"testing"},

@@ -1,0 +1,227 @@
+"""Names and settings of rotary decoders in Hugging Face's format: Llama, Qwen3, Mixtral, Qwen3 with experts."""
+
+from typing import Any
+
+from ..models import llama, mixtral, qwen3, qwen3_moe
+from ..nn.balance import NONE, Penalties
+from .part import Part, turned, whole
+from .settings import Json, Settings, dtype_json, rope_json
+
+
+def attention(layer: str, embed: int, heads: int, kv_heads: int, head_dim: int, qk_norm: bool) -> dict[str, Part]:
+    """The projections of grouped-query attention."""
+    at, into = f"{layer}.self_attn", "(h d) e -> e h d"
+    q = {"h": heads, "d": head_dim, "e": embed}
+    kv = {"h": kv_heads, "d": head_dim, "e": embed}
+    parts = {
+        "q": Part((f"{at}.q_proj.weight",), into, q),
+        "k": Part((f"{at}.k_proj.weight",), into, kv),
+        "v": Part((f"{at}.v_proj.weight",), into, kv),
+        "o": Part((f"{at}.o_proj.weight",), "e (h d) -> h d e", q),
+    }
+    if qk_norm:
+        parts |= {name: whole(f"{at}.{name}.weight", head_dim) for name in ("q_norm", "k_norm")}
+    return parts
+
+
+def swiglu(at: str, embed: int, mlp: int) -> dict[str, Part]:
+    """The projections of one feed-forward block."""
+    return {
+        "gate": turned(f"{at}.gate_proj.weight", mlp, embed),
+        "up": turned(f"{at}.up_proj.weight", mlp, embed),
+        "down": turned(f"{at}.down_proj.weight", embed, mlp),
+    }
+
+
+def experts(at: str, count: int, embed: int, mlp: int, names: dict[str, str]) -> dict[str, Part]:
+    """The projections of all experts, each in tensors of its own."""
+    sizes = {"gate": (mlp, embed), "up": (mlp, embed), "down": (embed, mlp)}
+    return {
+        ours: Part(tuple(f"{at}.{e}.{names[ours]}.weight" for e in range(count)), "o i -> i o", {"o": out, "i": inputs})
+        for ours, (out, inputs) in sizes.items()
+    }
+
+
+def around(cfg: Any, layers: list[Any]) -> dict[str, Any]:
+    """Embedding, last norm and head around the layers."""
+    parts: dict[str, Any] = {
+        "embed": whole("model.embed_tokens.weight", cfg.vocab, cfg.embed),
+        "layers": layers,
+        "norm": whole("model.norm.weight", cfg.embed),
+    }
+    if not cfg.tied:
+        parts["head"] = whole("lm_head.weight", cfg.vocab, cfg.embed)
+    return parts
+
+
+def norms(layer: str, embed: int) -> dict[str, Part]:
+    """The two norms of a layer."""
+    return {
+        "attention_norm": whole(f"{layer}.input_layernorm.weight", embed),
+        "mlp_norm": whole(f"{layer}.post_attention_layernorm.weight", embed),
+    }
+
+
+def dense_parts(cfg: llama.LlamaConfig) -> dict[str, Any]:
+    """Where the parameters of a Llama or a dense Qwen3 lie."""
+
+    def one(layer: str) -> dict[str, Any]:
+        own = attention(layer, cfg.embed, cfg.heads, cfg.kv_heads, cfg.head_size, cfg.qk_norm)
+        return norms(layer, cfg.embed) | {"attention": own, "mlp": swiglu(f"{layer}.mlp", cfg.embed, cfg.mlp)}
+
+    return around(cfg, [one(f"model.layers.{i}") for i in range(cfg.layers)])
+
+
+MIXTRAL_NAMES = ("block_sparse_moe", {"gate": "w1", "up": "w3", "down": "w2"})
+QWEN_NAMES = ("mlp", {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"})
+
+
+def moe_parts(cfg: mixtral.MixtralConfig, words: tuple[str, dict[str, str]]) -> dict[str, Any]:
+    """Where the parameters of a Mixtral or a Qwen3 with experts lie."""
+    block, names = words
+
+    def one(layer: str) -> dict[str, Any]:
+        own = attention(layer, cfg.embed, cfg.heads, cfg.kv_heads, cfg.head_size, cfg.qk_norm)
+        moe = {
+            "router": {"weight": turned(f"{layer}.{block}.gate.weight", cfg.experts, cfg.embed)},
+            "experts": experts(f"{layer}.{block}.experts", cfg.experts, cfg.embed, cfg.expert_mlp, names),
+        }
+        return norms(layer, cfg.embed) | {"attention": own, "moe": moe}
+
+    return around(cfg, [one(f"model.layers.{i}") for i in range(cfg.layers)])
+
+
+def _shared(s: Settings, theta: float, eps: float) -> dict[str, Any]:
+    """The fields that all configs of this file have."""
+    s.only("hidden_act", "silu", default="silu")
+    s.only("attention_bias", False, default=False)
+    base, scaling = s.rope(theta)
+    return {
+        "vocab": s.get("vocab_size"),
+        "layers": s.get("num_hidden_layers"),
+        "embed": s.get("hidden_size"),
+        "heads": s.get("num_attention_heads"),
+        "kv_heads": s.get("num_key_value_heads", "num_attention_heads"),
+        "rope_theta": base,
+        "rope_scaling": scaling,
+        "norm_eps": s.get("rms_norm_eps", default=eps),
+        "tied": s.get("tie_word_embeddings", default=False),
+        "dtype": s.dtype(),
+        "init_std": s.get("initializer_range", default=0.02),
+    }
+
+
+def _shared_json(cfg: Any, source: Json) -> Json:
+    size = {} if cfg.head_dim is None else {"head_dim": cfg.head_dim}
+    return {
+        **size,
+        "vocab_size": cfg.vocab,
+        "num_hidden_layers": cfg.layers,
+        "hidden_size": cfg.embed,
+        "num_attention_heads": cfg.heads,
+        "num_key_value_heads": cfg.kv_heads,
+        "hidden_act": "silu",
+        "attention_bias": False,
+        "rms_norm_eps": cfg.norm_eps,
+        "tie_word_embeddings": cfg.tied,
+        "initializer_range": cfg.init_std,
+        **rope_json(cfg.rope_theta, cfg.rope_scaling, source),
+        **dtype_json(cfg.dtype),
+    }
+
+
+def llama_config(s: Settings) -> llama.LlamaConfig:
+    """The config of a Llama."""
+    s.only("mlp_bias", False, default=False)
+    fields = _shared(s, 10000.0, 1e-6) | {
+        "mlp": s.get("intermediate_size"),
+        "head_dim": s.get("head_dim", default=None),
+    }
+    s.raise_all()
+    return llama.LlamaConfig(**fields)
+
+
+def llama_json(cfg: llama.LlamaConfig, source: Json) -> Json:
+    """The settings of a Llama."""
+    return _shared_json(cfg, source) | {"intermediate_size": cfg.mlp, "mlp_bias": False}
+
+
+def qwen3_config(s: Settings) -> qwen3.Qwen3Config:
+    """The config of a dense Qwen3."""
+    s.only("use_sliding_window", False, default=False)
+    fields = _shared(s, 10000.0, 1e-6) | {"mlp": s.get("intermediate_size"), "head_dim": s.get("head_dim", default=128)}
+    s.raise_all()
+    return qwen3.Qwen3Config(**fields)
+
+
+def qwen3_json(cfg: qwen3.Qwen3Config, source: Json) -> Json:
+    """The settings of a dense Qwen3."""
+    own = {"intermediate_size": cfg.mlp, "head_dim": cfg.head_size, "use_sliding_window": False}
+    return _shared_json(cfg, source) | own
+
+
+def mixtral_config(s: Settings) -> mixtral.MixtralConfig:
+    """The config of a Mixtral."""
+    s.only("sliding_window", None, default=None)
+    fields = _shared(s, 1000000.0, 1e-5) | {
+        "expert_mlp": s.get("intermediate_size"),
+        "experts": s.get("num_local_experts", "num_experts", default=8),
+        "top_k": s.get("num_experts_per_tok", default=2),
+        "head_dim": s.get("head_dim", default=None),
+        "penalties": _penalties(s),
+    }
+    s.raise_all()
+    return mixtral.MixtralConfig(**fields)
+
+
+def _penalties(s: Settings) -> Penalties:
+    """The load-balancing loss, of all layers' tokens together, where the routers' logits are put out."""
+    wanted = s.get("output_router_logits", default=False)
+    return Penalties(pooled=float(s.get("router_aux_loss_coef", default=0.001))) if wanted else NONE
+
+
+def _penalties_json(cfg: mixtral.MixtralConfig) -> Json:
+    pooled = cfg.penalties.pooled
+    return {"output_router_logits": pooled > 0} | ({"router_aux_loss_coef": pooled} if pooled else {})
+
+
+def mixtral_json(cfg: mixtral.MixtralConfig, source: Json) -> Json:
+    """The settings of a Mixtral."""
+    return _shared_json(cfg, source) | {
+        "intermediate_size": cfg.expert_mlp,
+        "num_local_experts": cfg.experts,
+        "num_experts_per_tok": cfg.top_k,
+        **_penalties_json(cfg),
+    }
+
+
+def qwen3_moe_config(s: Settings) -> qwen3_moe.Qwen3MoEConfig:
+    """The config of a Qwen3 with experts."""
+    s.only("use_sliding_window", False, default=False)
+    s.only("decoder_sparse_step", 1, default=1)
+    s.only("mlp_only_layers", [], None, default=None)
+    fields = _shared(s, 10000.0, 1e-6) | {
+        "expert_mlp": s.get("moe_intermediate_size"),
+        "experts": s.get("num_experts", "num_local_experts"),
+        "top_k": s.get("num_experts_per_tok", default=8),
+        "head_dim": s.get("head_dim", default=None),
+        "normalize": s.get("norm_topk_prob", default=False),
+        "penalties": _penalties(s),
+    }
+    s.raise_all()
+    return qwen3_moe.Qwen3MoEConfig(**fields)
+
+
+def qwen3_moe_json(cfg: qwen3_moe.Qwen3MoEConfig, source: Json) -> Json:
+    """The settings of a Qwen3 with experts."""
+    return _shared_json(cfg, source) | {
+        "moe_intermediate_size": cfg.expert_mlp,
+        "num_experts": cfg.experts,
+        "num_local_experts": cfg.experts,
+        "num_experts_per_tok": cfg.top_k,
+        "norm_topk_prob": cfg.normalize,
+        **_penalties_json(cfg),
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "use_sliding_window": False,
+    }

@@ -1,0 +1,316 @@
+"""Folders in Hugging Face's format: `config.json`, and safetensors in one file or in several with an index."""
+
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import tree
+from ..errors import LayoutError, ShapeError, fail, message, raise_all
+from ..layout import Layout
+from ..mesh import Mesh
+from ..spec import Type, assemble, pad_to, slices
+from .families import Family, of_json
+from .file import Entry, entries, write
+from .model import Model
+from .part import Part
+from .settings import Settings
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+SHOWN = 20
+"""Tensors that are listed in a message before `and N more`."""
+
+
+def load(
+    folder: str | Path,
+    mesh: Mesh | None = None,
+    layout: Layout | None = None,
+    *,
+    rank: int | None = None,
+    dtype: torch.dtype | None = None,
+) -> tuple[Model, Any]:
+    """Reads a model and its parameters.
+
+    Each parameter is read from where it lies in the files, straight into the part of the layout that a rank holds at
+    rest: no rank holds more than its own part, and one parameter's rows while they are put in order.
+
+    Args:
+        folder: with `config.json` and safetensors.
+        mesh, layout: for local parts; without them parameters are whole.
+        rank: whose parts, by default this process's, as torchrun numbers it.
+        dtype: of all parameters; by default each keeps the one that its file has.
+
+    Returns:
+        The model, and a pytree like its template.
+
+    Raises:
+        ShapeError: an architecture or settings that are not here, files that are missing or damaged, and tensors that
+            are missing, too many or of another shape; all of a kind at once.
+
+    >>> import tempfile
+    >>> from fx_feather.models.llama import LlamaConfig
+    >>> from fx_feather.param import init
+    >>> model = Model(LlamaConfig(vocab=256, layers=1, embed=8, heads=2, kv_heads=1, mlp=16))
+    >>> params = init(model.template)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     save(folder, model, params)
+    ...     again, loaded = load(folder)
+    >>> again.config == model.config, torch.equal(loaded["embed"], params["embed"])
+    (True, True)
+    """
+    folder = Path(folder)
+    if (mesh is None) != (layout is None):
+        fail(
+            LayoutError,
+            call="ff.hf.load(folder, mesh, layout)",
+            got=f"mesh={mesh!r}, layout={layout!r}",
+            number="one of the two is None",
+            rule="local parts follow from a mesh and a layout",
+            fix="both, or neither for whole parameters",
+        )
+    source = _json(folder / "config.json")
+    where = str(folder / "config.json")
+    family = of_json(source, where)
+    config = family.config(Settings(source, where))
+    found = _files(folder)
+    parts, treedef = tree.flatten(family.parts(config))
+    at = _match(folder, family, config, parts, found)
+    dtypes = [dtype or at[p.names[0]].dtype for p in parts]
+    model = Model(config, source, dtypes)
+    template = tree.leaves(model.template)
+    bounds: list[Sequence[slice] | None] = [None] * len(parts)
+    shapes: list[tuple[int, ...] | None] = [None] * len(parts)
+    if mesh is not None and layout is not None:
+        layout.check_axes(mesh)
+        own = _rank(mesh) if rank is None else rank
+        for i, (p, path) in enumerate(zip(template, tree.paths_of(treedef), strict=True)):
+            t = layout.param_types(p.dim_names, p.shape, p.dtype, path).store
+            bounds[i], shapes[i] = slices(t, mesh, own), t.local_shape(mesh)
+
+    def get(name: str, wanted: tuple[slice, ...]) -> Tensor:
+        return at[name].read(wanted)
+
+    leaves = []
+    for part, b, shape, d in zip(parts, bounds, shapes, dtypes, strict=True):
+        value = part.read(get, b)
+        value = value.to(d).contiguous() if shape is None else pad_to(value.to(d), shape).contiguous()
+        # A view of what was read would keep all of it.
+        leaves.append(value.clone() if value.untyped_storage().nbytes() > value.nbytes else value)
+    return model, tree.unflatten(treedef, leaves)
+
+
+def _rank(mesh: Mesh) -> int:
+    return int(os.environ.get("RANK", "0")) if mesh.size > 1 else 0
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text())
+    except (OSError, ValueError) as e:
+        fail(
+            ShapeError,
+            call=f"ff.hf.load({str(path.parent)!r})",
+            got=f"{path.name}: {e}",
+            number=f"{path.name} can't be read",
+            rule="a folder holds config.json and safetensors",
+            fix="the folder that a model was saved to",
+        )
+    return dict(value)
+
+
+def _files(folder: Path) -> dict[str, Entry]:
+    """All tensors of a folder, or one error that lists what is wrong with its files."""
+    weight_map: Mapping[str, str] = {}
+    if (folder / INDEX).exists():
+        weight_map = _json(folder / INDEX)["weight_map"]
+        names = sorted(set(weight_map.values()))
+    else:
+        names = [SINGLE]
+    found: dict[str, Entry] = {}
+    problems = []
+    for name in names:
+        path = folder / name
+        inside, wrong = entries(path) if path.exists() else ({}, ["it is missing"])
+        found |= inside
+        wrong += [f"tensor {t!r} is not in it" for t, f in weight_map.items() if f == name and t not in inside][:SHOWN]
+        if wrong:
+            problems.append(
+                message(
+                    call=f"ff.hf.load({str(folder)!r})",
+                    got=f"file {name}",
+                    number="\n".join(wrong),
+                    rule="weights are safetensors, complete; nothing is unpickled",
+                    fix="the file, copied again",
+                )
+            )
+    raise_all(ShapeError, problems)
+    return found
+
+
+def _match(
+    folder: Path, family: Family, config: Any, parts: Sequence[Part], found: dict[str, Entry]
+) -> dict[str, Entry]:
+    """The file tensors by their full names; one error lists all that are missing, too many or misshapen."""
+    if not any(name.startswith(family.prefix) for name in found):
+        full = {name for p in parts for name in p.names}
+        found = {n if n in full else family.prefix + n: e for n, e in found.items()}
+    wanted = {name: p.file_shape for p in parts for name in p.names}
+    missing = [name for name in wanted if name not in found]
+    extra = [n for n in found if n not in wanted and not _ignored(n, family, config)]
+    shapes = [
+        f"{name}: {list(found[name].shape)} in the file, {list(shape)} by the config"
+        for name, shape in wanted.items()
+        if name in found and found[name].shape != shape
+    ]
+    kinds = {"missing": missing, "in the files, but not in the model": extra, "of another shape": shapes}
+    lines = [f"{len(n)} {kind}: {_some(n)}" for kind, n in kinds.items() if n]
+    if lines:
+        fail(
+            ShapeError,
+            call=f"ff.hf.load({str(folder)!r})",
+            got=f"{len(found)} tensors for {type(config).__name__} with {len(wanted)}",
+            number="\n".join(lines),
+            rule="a checkpoint holds exactly the parameters that its config describes",
+            fix="the config.json that these weights were saved with",
+        )
+    return found
+
+
+def _ignored(name: str, family: Family, config: Any) -> bool:
+    if any(re.search(pattern, name) for pattern in family.ignored):
+        return True
+    # A tied head may be saved once more; DeepSeek's files hold layers that predict further tokens, after the last.
+    layer = re.match(r"model\.layers\.(\d+)\.", name)
+    beyond = family.architecture == "DeepseekV3ForCausalLM" and layer is not None and int(layer[1]) >= config.layers
+    return (name == "lm_head.weight" and getattr(config, "tied", True)) or beyond
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - SHOWN
+    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
+
+
+def save(
+    folder: str | Path,
+    model: Model,
+    params: Any,
+    *,
+    mesh: Mesh | None = None,
+    layout: Layout | None = None,
+    shard_bytes: int = 5 << 30,
+) -> None:
+    """Writes a model and its parameters as `transformers` loads them.
+
+    Args:
+        folder: where to; it is made if there is none.
+        model: which names the parameters have.
+        params: a pytree like the template. With `mesh` and `layout`, a list of such, the local parts of every rank;
+            they are put together one parameter at a time.
+        mesh, layout: what the parts follow from.
+        shard_bytes: size of a file at most, unless one tensor is larger.
+
+    Raises:
+        ShapeError: parameters unlike the template, all of them at once.
+    """
+    folder = Path(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    template, treedef = tree.flatten(model.template)
+    paths = tree.paths_of(treedef)
+    ranks = [params] if mesh is None or layout is None else list(params)
+    types: list[Type | None] = [None] * len(template)
+    if mesh is not None and layout is not None:
+        types = [
+            layout.param_types(p.dim_names, p.shape, p.dtype, path).store
+            for p, path in zip(template, paths, strict=True)
+        ]
+    by_rank = [tree.leaves(p) for p in ranks]
+    for p in ranks:
+        tree.check_same(treedef, p, call="ff.hf.save(folder, model, params)", name="params")
+    values = [[leaves[i] for leaves in by_rank] for i in range(len(template))]
+    _check_shapes(template, paths, values, types, mesh)
+    holders: dict[str, list[int]] = {}
+    parts = tree.leaves(model.parts())
+    for i, part in enumerate(parts):
+        for name in part.names:
+            holders.setdefault(name, []).append(i)
+    shapes = {name: (values[own[0]][0].dtype, parts[own[0]].file_shape) for name, own in holders.items()}
+    files = _split(shapes, shard_bytes)
+
+    def value(i: int) -> Tensor:
+        t = types[i]
+        return values[i][0] if t is None or mesh is None else assemble(values[i], t, mesh)
+
+    def tensors(names: Sequence[str]) -> Any:
+        last: dict[int, Tensor] = {}
+        for name in names:
+            out = torch.zeros(shapes[name][1], dtype=shapes[name][0])
+            # Stacked tensors come one after another: their parameter is put together once.
+            last = {i: last[i] if i in last else value(i) for i in holders[name]}
+            for i in holders[name]:
+                parts[i].write(last[i].detach().cpu(), name, out)
+            yield out
+
+    total = sum(_bytes(*shapes[name]) for name in shapes)
+    weight_map: dict[str, str] = {}
+    for file, names in files.items():
+        write(folder / file, {n: shapes[n] for n in names}, tensors(names))
+        weight_map |= dict.fromkeys(names, file)
+    if len(files) > 1:
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    (folder / "config.json").write_text(json.dumps(model.json(), indent=2) + "\n")
+
+
+def _check_shapes(
+    template: Sequence[Any],
+    paths: Sequence[str],
+    values: Sequence[list[Tensor]],
+    types: Sequence[Type | None],
+    mesh: Mesh | None,
+) -> None:
+    wanted = [
+        p.shape if t is None or mesh is None else t.local_shape(mesh) for p, t in zip(template, types, strict=True)
+    ]
+    raise_all(
+        ShapeError,
+        [
+            message(
+                call=f"ff.hf.save(folder, model, params), params{path}",
+                got=f"shape {list(x.shape)}",
+                number=f"{list(x.shape)} is not {list(shape)}",
+                rule="parameters are like the model's template, whole or the parts of its layout",
+                fix="params of this model: from its init, a step's whole(state), or load",
+            )
+            for path, shape, each in zip(paths, wanted, values, strict=True)
+            for x in each[:1]
+            if tuple(x.shape) != shape
+        ],
+    )
+
+
+def _bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    n = dtype.itemsize
+    for size in shape:
+        n *= size
+    return n
+
+
+def _split(shapes: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], limit: int) -> dict[str, list[str]]:
+    """File names, and the tensors in each."""
+    groups: list[list[str]] = [[]]
+    room = limit
+    for name, what in shapes.items():
+        n = _bytes(*what)
+        if n > room and groups[-1]:
+            groups.append([])
+            room = limit
+        groups[-1].append(name)
+        room -= n
+    if len(groups) == 1:
+        return {SINGLE: groups[0]}
+    return {f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors": g for i, g in enumerate(groups)}
