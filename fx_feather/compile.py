@@ -129,8 +129,8 @@ class Compiled(Common):
         Returns:
             The local parts of the results, split as `out_types` says; pending sums are resolved.
         """
-        leaves = self.local_params(params, "f(params, batch)")
-        outs = self._chain(self.runtime().run, [*leaves, *self.local_microbatches(batch, "f(params, batch)")[0]])
+        run, leaves = self.runtime(), self.local_params(params, "f(params, batch)")
+        outs = self._chain(run.run, [*leaves, *self.local_microbatches(batch, "f(params, batch)")[0]])
         return tree.unflatten(self._out_tree, outs)
 
     def whole(self, results: Any) -> Any:

@@ -121,9 +121,8 @@ class Step(Common):
             BatchError: a batch that is not like the example.
         """
         call = "step(state, batch)"
-        opt = self._opt_leaves(state, call)
+        run, opt = self.runtime(), self._opt_leaves(state, call)
         microbatches = self.local_microbatches(batch, call)
-        run = self.runtime()
         # No name but the state's own may hold the old parameters, or they would outlive their update.
         leaves = self.local_params(state.params, call)
         new, metrics = self._step(state, leaves, opt, microbatches, run.run, run.item, run.any)
