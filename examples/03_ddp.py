@@ -10,6 +10,7 @@ the gradient is that of total sum / total count, whatever each rank holds.
 
 import math
 import os
+from typing import Any
 
 import optree
 import torch
@@ -51,13 +52,14 @@ def main() -> None:
     out, grads = g.whole(g(params, g.shard(batch))) if g.local else g.simulate(params, batch)
 
     whole = ff.init(template(), seed=0)
+    expected: Any
     expected_out, expected = ff.value_and_grad(loss_fn)(whole, batch)  # on one device
     # The classic mistake, for comparison: every rank divides by its own count, and the gradients are averaged.
     parts = [{k: v[2 * r : 2 * r + 2] for k, v in batch.items()} for r in range(RANKS)]
     own = [ff.value_and_grad(loss_fn)(whole, part)[1] for part in parts]
     mistaken = optree.tree_map(lambda *rank: sum(rank) / RANKS, *own)
 
-    def distance(a: dict[str, torch.Tensor]) -> float:
+    def distance(a: Any) -> float:
         """The largest over all leaves of |a - expected| / |expected|."""
         off = optree.tree_map(lambda x, y: ((x - y).norm() / y.norm()).item(), a, expected)
         return max(optree.tree_leaves(off))

@@ -10,6 +10,7 @@ gathered where the block runs, all in one collective, and freed after it. Its gr
 import math
 import os
 from collections import Counter
+from typing import Any
 
 import optree
 import torch
@@ -30,7 +31,7 @@ def batches() -> list[dict[str, torch.Tensor]]:
     return [{"tokens": t[:, :-1].clone(), "targets": t[:, 1:].clone(), "positions": positions} for t in texts]
 
 
-def on_one_device(optimizer: ff.Transform) -> tuple[dict, list[float]]:
+def on_one_device(optimizer: ff.Transform) -> tuple[Any, list[float]]:
     """The specification: the same steps with plain PyTorch on whole values."""
     params = ff.init(llama.template(CONFIG), seed=0)
     state, losses = optimizer.init(params), []
@@ -45,7 +46,7 @@ def on_one_device(optimizer: ff.Transform) -> tuple[dict, list[float]]:
 def main() -> None:
     optimizer = ff.chain(ff.clip_by_global_norm(0.3), ff.adamw(lr=1e-2, weight_decay=0.1))
     mesh, layout = ff.Mesh(fsdp=RANKS), layouts.fsdp("fsdp")
-    template = llama.template(CONFIG)
+    template: Any = llama.template(CONFIG)
     step = ff.compile_step(
         llama.loss(CONFIG), optimizer, template=template, mesh=mesh, layout=layout, batch=batches()[0], accumulate=2
     )

@@ -30,7 +30,7 @@ from fx_feather.models import llama
 
 # torchrun tells each process who it is. Nothing else below depends on the rank but who prints.
 RANK, WORLD = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-STEPS = 600
+STEPS = 450
 PROMPTS = ("def __init__(self", "import os\n", "    for i in range(", "class ")
 
 
@@ -135,23 +135,14 @@ def main(args: argparse.Namespace) -> bool:
         layout |= layouts.mixed()
     train_text, held_out = split(source_text(args.data))
     batches = Batches(train_text, args.batch, args.seq, args.seed)
-    rows = args.batch // args.accumulate
 
-    cfg = llama.LlamaConfig(
-        vocab=256,
-        layers=args.layers,
-        embed=args.embed,
-        heads=4,
-        kv_heads=2,
-        mlp=3 * args.embed,
-        qk_norm=True,
-        init_std=0.04,
-    )
+    shape = {"layers": args.layers, "embed": args.embed, "heads": 4, "kv_heads": 2, "mlp": 3 * args.embed}
+    cfg = llama.LlamaConfig(vocab=256, qk_norm=True, init_std=0.04, **shape)
     schedule = ff.warmup_cosine(args.lr, max(1, args.steps // 20), args.steps, args.lr / 20)
     optimizer = ff.chain(ff.clip_by_global_norm(1.0), ff.adamw(schedule, weight_decay=0.1))
-    setup = {"template": llama.template(cfg), "mesh": mesh, "layout": layout}
+    setup: dict[str, Any] = {"template": llama.template(cfg), "mesh": mesh, "layout": layout}
     step = ff.compile_step(llama.loss(cfg), optimizer, batch=batches[0], accumulate=args.accumulate, **setup)
-    held = list(eval_batches(held_out, rows, args.seq))
+    held = list(eval_batches(held_out, args.batch // args.accumulate, args.seq))
     held_loss = ff.compile(llama.loss(cfg), batch=held[0], **setup)
     state = step.init(args.seed)
 
@@ -180,10 +171,10 @@ def main(args: argparse.Namespace) -> bool:
     bits = evaluate(held_loss, state.params, held)
     order2 = ngram_bits(train_text, held_out, order=2)
     log.write(step=args.steps, held_out_bits_per_byte=bits, order2_bits_per_byte=order2, batches=len(held))
-    line.note(f"{watch.tokens_per_second:,.0f} tokens/s, {time.perf_counter() - started:.0f} s in all")
     line.note(f"held-out text, all {len(held_out):,} bytes: model {bits:.4f}, order-2 model {order2:.4f} bits/byte")
     for text in sample(cfg, state.params, setup, args.seq, args.sample, args.seed) if args.sample else []:
         line.note("--- " + text.replace("\n", "\n    "))
+    line.note(f"{watch.tokens_per_second:,.0f} tokens/s in training, {time.perf_counter() - started:.0f} s in all")
     better = bits < order2
     line.note(
         f"checked: held-out {bits:.2f} {'<' if better else '>='} order-2 {order2:.2f} bits per byte: "
