@@ -155,7 +155,7 @@ def _value_order(out: dict[str, Any]) -> list[int]:
     n_aux = len(tree.leaves(out.get("aux")))
     numbered = {"loss": 0, "count": 1}
     if "aux" in out:
-        numbered["aux"] = tree.unflatten(tree.structure(out["aux"]), range(2, 2 + n_aux))  # type: ignore[assignment]
+        numbered["aux"] = tree.unflatten(tree.structure(out["aux"]), range(2, 2 + n_aux))
     return tree.leaves(numbered)
 
 

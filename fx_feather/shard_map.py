@@ -65,7 +65,7 @@ class _Record(torch.autograd.Function):
         _, *ctx.rest = inputs
 
     @staticmethod
-    def backward(ctx: Any, ct: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, ct: torch.Tensor) -> Any:
         name, axes, n, static, grad_dtype = ctx.rest
         c = COLLECTIVES[name]
         if c.vjp is None:
@@ -222,7 +222,7 @@ class _Vary(TorchFunctionMode):
         mode = get_proxy_mode()
         while torch._C._functorch.is_functorch_wrapped_tensor(x):
             x = torch._C._functorch.get_unwrapped(x)
-        slot = mode.tracer.tensor_tracker.get(x) if mode is not None else None  # type: ignore[union-attr]
+        slot = mode.tracer.tensor_tracker.get(x) if mode is not None else None
         return None if slot is None else _varying(slot.proxy.node, self.known)
 
 
@@ -324,7 +324,7 @@ def _trace_region(
         nonlocal out_tree
         mode = get_proxy_mode()
         for x, t in zip(xs, types, strict=True):
-            known[mode.tracer.tensor_tracker[x].proxy.node] = t.sharded | t.partial  # type: ignore[union-attr]
+            known[mode.tracer.tensor_tracker[x].proxy.node] = t.sharded | t.partial
         with _Vary(known, mesh):
             outs, out_tree = tree.flatten(f(*tree.unflatten(treedef, list(xs))))
         return outs
@@ -334,7 +334,7 @@ def _trace_region(
         fakes = [torch.empty(t.local_shape(mesh), dtype=t.dtype, device=device) for t in types]
         gm = make_fx(watched(flat, call))(*fakes)
     _check_states(gm.graph, known, call)
-    outs = list(gm.graph.output_node().args[0])  # type: ignore[arg-type]
+    outs = list(gm.graph.output_node().args[0])
     specs = _as_specs(out_specs, len(outs), call, "out_specs")
     out_types, problems = [], []
     for o, spec in zip(outs, specs, strict=True):
@@ -423,7 +423,7 @@ class _Eager(torch.autograd.Function):
     """A region on its own: all ranks in this process, forward and backward."""
 
     @staticmethod
-    def forward(region: Region, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
+    def forward(region: Region, *xs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         unit, sim = _unit(region, xs), Simulator(region.mesh)
         outs = sim.call(unit.forward, _spread(xs, region.in_types, region.mesh))
         return tuple(assemble(o, t, region.mesh) for o, t in zip(outs[: unit.outputs], region.out_types, strict=True))
@@ -434,7 +434,7 @@ class _Eager(torch.autograd.Function):
         ctx.save_for_backward(*xs)
 
     @staticmethod
-    def backward(ctx: Any, *cts: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *cts: torch.Tensor) -> Any:
         region, xs = ctx.region, ctx.saved_tensors
         unit, sim = _unit(region, xs), Simulator(region.mesh)
         assert unit.backward is not None

@@ -177,7 +177,7 @@ def _emit_block(tensors: list[torch.Tensor], id: int, rows: int) -> list[torch.T
         with _disable_current_modes():
             return _current.calls.call(id, tensors, rows, lambda: _block_outputs(tensors, id, rows))
     # The node is made by hand: parameters that come straight from outside need none, and the dispatcher has no say.
-    tracer = get_proxy_mode().tracer  # type: ignore[union-attr]
+    tracer = get_proxy_mode().tracer
     operands = [tracer.tensor_tracker[x].proxy if x in tracer.tensor_tracker else x for x in tensors]
     proxies = [p for p in operands if isinstance(p, fx.Proxy)]
     proxy = tracer.create_proxy("call_function", torch.ops.fx_feather.block.default, (proxies, id, rows), {})

@@ -46,7 +46,7 @@ class Unit:
 
     @property
     def outputs(self) -> list[fx.Node]:
-        return list(self.graph.output_node().args[0])  # type: ignore[arg-type]
+        return list(self.graph.output_node().args[0])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,13 +25,16 @@ FLOORS = (
     {"layout"},
     {"collectives", "kernels"},
     {"rules"},
-    {"trace", "transforms"},
+    {"unit", "source"},
+    {"record", "trace"},
     {"nn", "models", "optim"},
     {"program"},
     {"passes"},
     {"runtime", "simulate", "price", "checkpoint", "explain", "hf"},
     {"pipeline"},
-    {"compile"},
+    {"inputs"},
+    {"compiled", "shard_map"},
+    {"compile", "step"},
     {"testing"},
 )
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}

@@ -20,16 +20,16 @@ def cleanup(graph: fx.Graph) -> None:
             graph.erase_node(n)
         elif n.target is aten.view.default and n.args[0].target is aten.view.default:
             first = n.args[0].args[0]
-            if first.meta["val"].is_contiguous():  # type: ignore[union-attr]
+            if first.meta["val"].is_contiguous():
                 n.update_arg(0, first)  # a view of a view is a view of the first
     graph.eliminate_dead_code()
 
 
 def _same_place(n: fx.Node) -> bool:
-    a, b = n.args[0].meta["val"], n.meta["val"]  # type: ignore[union-attr]
+    a, b = n.args[0].meta["val"], n.meta["val"]
     return a.shape == b.shape and a.stride() == b.stride() and a.dtype == b.dtype
 
 
 def _same_kind(n: fx.Node) -> bool:
-    a, b = n.args[0].meta["val"], n.meta["val"]  # type: ignore[union-attr]
+    a, b = n.args[0].meta["val"], n.meta["val"]
     return a.dtype == b.dtype and a.device == b.device and a.stride() == b.stride()

@@ -42,7 +42,7 @@ class LocalUnit:
     @property
     def saved_nodes(self) -> list[fx.Node]:
         """The nodes of the values that the forward saves for the backward."""
-        return list(self.forward.graph.output_node().args[0])[self.outputs :]  # type: ignore[arg-type]
+        return list(self.forward.graph.output_node().args[0])[self.outputs :]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,12 +143,22 @@ def _is_view(n: fx.Node) -> bool:
     return getattr(n.target, "overloadpacket", None) in _VIEWS
 
 
+_COPIES = {torch.ops.aten.clone, torch.ops.aten._unsafe_view, torch.ops.aten._to_copy}
+
+
+def _is_moved_input(n: fx.Node) -> bool:
+    """Whether a value is an input in another order or dtype: keeping it would keep a gathered parameter alive."""
+    while _is_view(n) or getattr(n.target, "overloadpacket", None) in _COPIES:
+        n = n.all_input_nodes[0]
+    return n.op == "placeholder"
+
+
 def _cut(whole: Func, n_in: int, n_out: int, diff: list[int], with_ct: list[int], remat: str) -> LocalUnit:
     nodes = list(whole.graph.nodes)
     order = {n: k for k, n in enumerate(nodes)}
     placeholders = [n for n in nodes if n.op == "placeholder"]
     primals, ct_nodes = placeholders[:n_in], placeholders[n_in:]
-    results = list(whole.graph.output_node().args[0])  # type: ignore[arg-type]
+    results = list(whole.graph.output_node().args[0])
     outs, grads = results[:n_out], results[n_out:]
     forward = _ancestors(outs) - set(placeholders)
     # An operator with several results is saved by those of its results that the backward uses.
@@ -161,16 +171,15 @@ def _cut(whole: Func, n_in: int, n_out: int, diff: list[int], with_ct: list[int]
     def need(n: fx.Node) -> None:
         if n.op == "placeholder" or n in again or n in saved:
             return
-        if n.op == "get_attr" or _is_view(n) or remat == "full":
+        if n.op == "get_attr" or _is_view(n) or remat == "full" or _is_moved_input(n):
             again.add(n)
             for a in n.all_input_nodes:
                 need(a)
         else:
             saved[n] = None
 
-    backward = [
-        n for n in nodes if n in _ancestors(grads) and n not in forward and n.op not in ("placeholder", "output")
-    ]
+    wanted = _ancestors(grads)
+    backward = [n for n in nodes if n in wanted and n not in forward and n.op not in ("placeholder", "output")]
     for n in backward:
         for a in n.all_input_nodes:
             if a in forward:

@@ -4,7 +4,7 @@ import dataclasses
 import functools as ft
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import fx
@@ -18,99 +18,6 @@ from ..source import label, user_line
 from ..spec import Type
 from ..trace import trace_unit
 from ..unit import Aval, Region, Unit
-
-#: A value of a unit: the node that makes it, and which of its results it is.
-Root = tuple[fx.Node, int]
-
-
-@dataclasses.dataclass(frozen=True)
-class Value:
-    """A value as the operators after it see it.
-
-    `root` makes it and has a type of its own; `logical` is the type that a `constrain` has given it since. The
-    conversion between the two is left to each use, which knows best where it should lead.
-    """
-
-    root: Root
-    logical: Type
-
-
-@dataclasses.dataclass
-class OpStep:
-    """One operator of the local program: what its operands are converted to and what comes out."""
-
-    call: OpCall
-    sharding: Sharding
-    solution: Solution
-    operands: list[tuple[Root, Type]]
-    results: tuple[Type, ...]
-
-
-@dataclasses.dataclass
-class RegionStep:
-    """Per-rank code written by hand: operands are converted to the types that it takes."""
-
-    region: Region
-    operands: list[tuple[Root, Type]]
-
-
-@dataclasses.dataclass
-class SubStep:
-    """An operator replaced by its decomposition: a plan of its own."""
-
-    plan: "Plan"
-    operands: list[Root]
-
-
-@dataclasses.dataclass
-class Plan:
-    """A unit with a type for every value; `partition` turns it into the program of one rank."""
-
-    unit: Unit
-    mesh: Mesh
-    inputs: list[Root]
-    types: dict[Root, Type]
-    steps: dict[fx.Node, OpStep | RegionStep | SubStep]
-    outputs: list[tuple[Root, Type]]
-
-    @property
-    def in_types(self) -> list[Type]:
-        return [self.types[r] for r in self.inputs]
-
-    @property
-    def out_types(self) -> list[Type]:
-        return [t for _, t in self.outputs]
-
-    def uses(self, root: Root) -> Iterator[Type]:
-        """The types that the uses of a value ask for."""
-        for step in self.steps.values():
-            if isinstance(step, OpStep | RegionStep):
-                yield from (t for r, t in step.operands if r == root)
-            else:
-                for inner, r in zip(step.plan.inputs, step.operands, strict=True):
-                    if r == root:
-                        yield from step.plan.uses(inner)
-        yield from (t for r, t in self.outputs if r == root)
-
-    def assume(self, root: Root, t: Type) -> None:
-        """Lets a value that comes from outside come in as `t`; its uses convert from there."""
-        self.types[root] = t
-        for step in self.steps.values():
-            if isinstance(step, SubStep):
-                for inner, r in zip(step.plan.inputs, step.operands, strict=True):
-                    if r == root:
-                        step.plan.assume(inner, t)
-
-    def hoist(self, i: int, compute: Type) -> None:
-        """Moves the conversion of input `i` out of the unit as far as all of its uses agree.
-
-        A parameter then comes in as it is used: gathered, and R on the axes on which every use varies. What makes it
-        so happens outside, once for all parameters of the unit.
-        """
-        wanted = list(self.uses(self.inputs[i]))
-        varying = ft.reduce(frozenset.intersection, (t.replicated for t in wanted)) if wanted else frozenset()
-        self.assume(self.inputs[i], compute.with_(replicated=varying - compute.sharded))
-
 
 def propagate(
     unit: Unit,

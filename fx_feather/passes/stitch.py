@@ -37,7 +37,7 @@ class Funcs:
         """How the results of a function lie in memory."""
         if func not in self.results:
             nodes = func.graph.output_node().args[0]
-            self.results[func] = [Place.of(n.meta["val"]) for n in nodes]  # type: ignore[union-attr]
+            self.results[func] = [Place.of(n.meta["val"]) for n in nodes]
         return self.results[func]
 
     def plan(self, program: GlobalProgram, unit: int, types: Sequence[Type], params: Sequence[Type | None]) -> Plan:
