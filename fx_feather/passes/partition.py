@@ -7,7 +7,7 @@ import torch
 
 from ..rules import Local
 from ..spec import Type
-from .propagate import OpStep, Plan, RegionStep, Root, SubStep
+from .plan import OpStep, Plan, RegionStep, Root, SubStep
 from .reshard import Step, steps, take
 
 LocalFn = Callable[..., list[torch.Tensor]]

@@ -1,10 +1,8 @@
 """Propagation: every value of a global unit gets a type; what does not fit is an error here, at the user's own line."""
 
-import dataclasses
-import functools as ft
 import operator
 from collections.abc import Iterator, Sequence
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import fx
@@ -12,12 +10,14 @@ from torch import fx
 from ..errors import AmbiguousError, RuleError, ShapeError, SpecError, fail, raise_all
 from ..layout import Layout, undivided
 from ..mesh import Mesh
-from ..rules import Conflict, OpCall, Operand, Rule, Sharding, Solution, lookup, solve
-from ..rules.rule import fill
+from ..rules import Conflict, OpCall, Operand, Rule, Sharding, lookup, solve
+from ..rules.local import fill
 from ..source import label, user_line
 from ..spec import Type
 from ..trace import trace_unit
-from ..unit import Aval, Region, Unit
+from ..unit import Aval, Unit
+from .plan import OpStep, Plan, RegionStep, Root, SubStep, Value
+
 
 def propagate(
     unit: Unit,

@@ -10,18 +10,18 @@ from . import matmul as _matmul
 from . import norm as _norm
 from . import reduce as _reduce
 from . import view as _view
+from .local import Local as Local
+from .pattern import rule as rule
 from .pointwise import is_pointwise as _is_pointwise
 from .pointwise import pointwise as _pointwise
 from .rule import RULES as RULES
-from .rule import Conflict as Conflict
-from .rule import Local as Local
 from .rule import OpCall as OpCall
 from .rule import Operand as Operand
 from .rule import Rule as Rule
 from .rule import Sharding as Sharding
-from .rule import Solution as Solution
-from .rule import rule as rule
-from .rule import solve as solve
+from .solve import Conflict as Conflict
+from .solve import Solution as Solution
+from .solve import solve as solve
 
 FAMILIES = (_attention, _experts, _index, _loss, _matmul, _norm, _reduce, _view)
 

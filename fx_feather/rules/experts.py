@@ -3,8 +3,9 @@
 from torch import Tensor
 
 from ..kernels import experts
+from .local import Local
 from .pointwise import named, sets
-from .rule import Dim, Local, OpCall, Rule, Sharding, register
+from .rule import Dim, OpCall, Rule, Sharding, register
 
 
 def _own(local: Local, operands: list[Tensor]) -> Tensor:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from ..errors import RuleError, fail
+from .local import Local
 from .pointwise import named, sets, sizes_of
-from .rule import Dim, Factors, Local, OpCall, Operand, Rule, Sharding, register
+from .rule import Dim, Factors, OpCall, Operand, Rule, Sharding, register
 
 
 def held(local: Local, factor: str, index: Tensor, wraps: bool = False) -> tuple[Tensor, Tensor]:

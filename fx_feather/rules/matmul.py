@@ -5,8 +5,9 @@ from typing import Any
 import torch
 
 from ..errors import RuleError, fail
+from .pattern import rule
 from .pointwise import aligned, sets, sizes_of
-from .rule import Dim, Factors, OpCall, Rule, Sharding, register, rule
+from .rule import Dim, Factors, OpCall, Rule, Sharding, register
 
 rule("mm.default", "m k, k n -> m n", linear="0|1")
 rule("bmm.default", "b m k, b k n -> b m n", linear="0|1")

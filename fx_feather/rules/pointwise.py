@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from ..errors import RuleError, fail
-from .rule import Factors, Local, OpCall, Operand, Rule, Sharding, fill, overloads, register
+from .local import Local, fill
+from .rule import Factors, OpCall, Operand, Rule, Sharding, overloads, register
 
 Sets = tuple[frozenset[int], ...]
 Linear = Callable[[OpCall], Sets]

@@ -6,8 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .local import Local, fill
 from .pointwise import named, sets, sizes_of
-from .rule import Factors, Local, OpCall, Rule, Sharding, fill, register
+from .rule import Factors, OpCall, Rule, Sharding, register
 
 aten = torch.ops.aten
 

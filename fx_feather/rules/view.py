@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .local import Local
 from .pointwise import broadcast, named, sets, sizes_of
-from .rule import Dim, Factors, Local, OpCall, Operand, Rule, Sharding, register
+from .rule import Dim, Factors, OpCall, Operand, Rule, Sharding, register
 
 
 def regroup(before: Sequence[int], after: Sequence[int]) -> tuple[Factors, Factors, dict[str, int], frozenset[str]]:

@@ -6,7 +6,7 @@ import torch
 from fx_feather.errors import RuleError
 from fx_feather.mesh import Mesh
 from fx_feather.rules import RULES, Conflict, OpCall, Operand, lookup, rule, solve
-from fx_feather.rules.rule import parse
+from fx_feather.rules.pattern import parse
 from fx_feather.spec import Type
 
 aten = torch.ops.aten
