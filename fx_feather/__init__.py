@@ -1,36 +1,14 @@
 """fx_feather: a model written once, for one device, and a layout table that splits it over many."""
 
-# Property tests of one's own model.
-# Checkpoints in Hugging Face's format.
-from . import hf as hf
-from . import testing as testing
-
-# Typed collectives, for manual regions.
-from .collectives import COLLECTIVES as COLLECTIVES
-
-# Compiling and running.
-from .compile import Compiled as Compiled
-from .compile import compile as compile
-from .compile import value_and_grad as value_and_grad
-
-# Meshes, specs and layouts: how a program is split.
-from .errors import FeatherError as FeatherError
+# How a program is split: meshes, specs, layouts.
+from .mesh import Mesh as Mesh
+from .spec import P as P
+from .spec import Type as Type
 from .layout import Layout as Layout
 from .layout import Precision as Precision
 from .layout import Store as Store
-from .mesh import Mesh as Mesh
 
-# Optimizers.
-from .optim import Transform as Transform
-from .optim import adamw as adamw
-from .optim import chain as chain
-from .optim import clip_by_global_norm as clip_by_global_norm
-from .optim import sgd as sgd
-from .optim import warmup_cosine as warmup_cosine
-from .optim import warmup_linear as warmup_linear
-from .optim import wsd as wsd
-
-# Parameters and their initial values.
+# What a model is written with: parameters, named dims, repeated blocks.
 from .param import Param as Param
 from .param import init as init
 from .param import normal as normal
@@ -38,22 +16,44 @@ from .param import ones as ones
 from .param import truncated_normal as truncated_normal
 from .param import uniform as uniform
 from .param import zeros as zeros
-from .rules import rule as rule
-from .shard_map import all_gather as all_gather
-from .shard_map import all_gather_invariant as all_gather_invariant
-from .shard_map import all_to_all as all_to_all
-from .shard_map import axis_index as axis_index
-from .shard_map import pmax as pmax
-from .shard_map import ppermute as ppermute
-from .shard_map import pscatter as pscatter
-from .shard_map import psum as psum
-from .shard_map import pvary as pvary
-from .shard_map import reduce_scatter as reduce_scatter
-from .shard_map import shard_map as shard_map
-from .spec import P as P
-from .spec import Type as Type
+from .trace import block as block
+from .trace import constrain as constrain
+
+# Compiling and running.
+from .compile import Compiled as Compiled
+from .compile import compile as compile
+from .compile import value_and_grad as value_and_grad
 from .step import State as State
 from .step import Step as Step
 from .step import compile_step as compile_step
-from .trace import block as block
-from .trace import constrain as constrain
+
+# Optimizers and learning rates.
+from .optim import Transform as Transform
+from .optim import adamw as adamw
+from .optim import chain as chain
+from .optim import clip_by_global_norm as clip_by_global_norm
+from .optim import scale as scale
+from .optim import sgd as sgd
+from .optim import warmup_cosine as warmup_cosine
+from .optim import warmup_linear as warmup_linear
+from .optim import wsd as wsd
+
+# Per-rank code: manual regions and the typed collectives in them.
+from .shard_map import shard_map as shard_map
+from .manual import all_gather as all_gather
+from .manual import all_gather_invariant as all_gather_invariant
+from .manual import all_to_all as all_to_all
+from .manual import axis_index as axis_index
+from .manual import pmax as pmax
+from .manual import ppermute as ppermute
+from .manual import pscatter as pscatter
+from .manual import psum as psum
+from .manual import pvary as pvary
+from .manual import reduce_scatter as reduce_scatter
+from .collectives import COLLECTIVES as COLLECTIVES
+
+# Rules of one's own operators, property tests of one's own models, checkpoints of others, errors.
+from .rules import rule as rule
+from . import testing as testing
+from . import hf as hf
+from .errors import FeatherError as FeatherError

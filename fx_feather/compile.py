@@ -29,7 +29,7 @@ class ValueAndGrad:
             out = self.loss_fn(tree.unflatten(treedef, xs), batch)
             return out[0], out[1:]
 
-        value, pull, rest = torch.func.vjp(total, *leaves, has_aux=True)
+        value, pull, rest = torch.func.vjp(total, *leaves, has_aux=True)  # type: ignore[misc]
         grads = [g / rest[0].to(g.dtype) for g in pull(torch.ones_like(value))]
         out = {"loss": value / rest[0], "count": rest[0]}
         if len(rest) == 2:

@@ -1,4 +1,4 @@
-"""Recording: runs a function on fake tensors and keeps its operators as an FX graph, at a fraction of a full trace's cost."""
+"""Recording: runs a function on fake tensors and keeps its operators as an FX graph, at a fraction of make_fx's cost."""
 
 import dataclasses
 import operator
@@ -138,7 +138,9 @@ class CallRecorder(TorchDispatchMode):
             return number
         return at
 
-    def call(self, unit: int, tensors: Sequence[torch.Tensor], rows: int, make: Callable[[], list[torch.Tensor]]) -> list[torch.Tensor]:
+    def call(
+        self, unit: int, tensors: Sequence[torch.Tensor], rows: int, make: Callable[[], list[torch.Tensor]]
+    ) -> list[torch.Tensor]:
         """Appends a call of a block, and gives its results; an equal call before has the same."""
         args = tuple(self.number(x) for x in tensors)
         if (unit, args) not in self._made:
@@ -176,7 +178,9 @@ class CallRecorder(TorchDispatchMode):
                 self._known[id(x)] = (x, segment)
         return out
 
-    def program(self, name: str, blocks: list[Unit], inputs: tuple[int, ...], outputs: tuple[int, ...], out_tree: Any) -> GlobalProgram:
+    def program(
+        self, name: str, blocks: list[Unit], inputs: tuple[int, ...], outputs: tuple[int, ...], out_tree: Any
+    ) -> GlobalProgram:
         """What was recorded; segments are units named `name`."""
         units, calls = list(blocks), []
         for item in self.items:

@@ -285,8 +285,8 @@ def _all_to_all(
     order = _inverse(places)
 
     def run(x: torch.Tensor) -> torch.Tensor:
-        rows = x.chunk(n, split)
-        rows = torch.stack(rows if order is None else [rows[i] for i in order])
+        parts = x.chunk(n, split)
+        rows = torch.stack(parts if order is None else [parts[i] for i in order])
         out = torch.empty_like(rows)
         dist.all_to_all_single(out, rows, group=group)
         return torch.cat(out.unbind(0) if places is None else [out[i] for i in places], concat)

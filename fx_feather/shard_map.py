@@ -1,8 +1,6 @@
 """Manual regions: per-rank code with named axes, whose typed collectives are written by hand and checked."""
 
-import contextlib
-import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -14,159 +12,16 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import collectives as cc
 from . import tree
-from .collectives.permute import check_perm
-from .collectives.primitive import COLLECTIVES, LIBRARY, apply, find, refuse_vjp
-from .errors import MeshError, ShapeError, SpecError, TypeStateError, fail, message, raise_all
-from .mesh import Axes, Mesh, as_axes
+from .collectives.primitive import COLLECTIVES, apply
+from .errors import ShapeError, SpecError, TypeStateError, fail, message, raise_all
+from .manual import TYPED, Context, Record, inside, named
+from .mesh import Mesh
 from .passes.differentiate import LocalUnit, Place, linearize
 from .simulate import Simulator
 from .source import user_line, watched
 from .spec import P, Type, assemble, shard
 from .trace import emit_region, tracing
 from .unit import Region
-
-# In a manual region a collective is first recorded with its full name: two may share one operator.
-LIBRARY.define("typed(Tensor x, str name, str axes, int n, int[] static, ScalarType? grad_dtype) -> Tensor")
-_TYPED = torch.ops.fx_feather.typed.default
-
-
-def _typed_fake(x: torch.Tensor, name: str, axes: str, n: int, static: list[int], grad_dtype: Any) -> torch.Tensor:
-    c = COLLECTIVES[name]
-    if c.op is None:
-        return torch.empty_like(x)
-    return c.fake(x, axes, n, *([static] if c.static == ("perm",) else static))
-
-
-LIBRARY.impl("typed", _typed_fake, "CompositeExplicitAutograd")
-torch.library.register_fake("fx_feather::typed", _typed_fake, lib=LIBRARY)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Context:
-    """The region that is being traced."""
-
-    mesh: Mesh
-    name: str
-
-
-_region: _Context | None = None
-
-
-class _Record(torch.autograd.Function):
-    """Records a typed collective by name; its backward records the dual, so a vjp inside of a region is right too."""
-
-    @staticmethod
-    def forward(x: torch.Tensor, name: str, axes: str, n: int, static: Any, grad_dtype: Any) -> torch.Tensor:
-        out: torch.Tensor = _TYPED(x, name, axes, n, list(static), grad_dtype)
-        return out
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        _, *ctx.rest = inputs
-
-    @staticmethod
-    def backward(ctx: Any, ct: torch.Tensor) -> Any:
-        name, axes, n, static, grad_dtype = ctx.rest
-        c = COLLECTIVES[name]
-        if c.vjp is None:
-            refuse_vjp(name, axes, n, _named(name, static), ct)
-        named = _named(c.name, static)
-        dual = COLLECTIVES[c.vjp]
-        back = c.vjp_static(named)
-        flat = tuple(back["perm"]) if "perm" in back else tuple(back[k] for k in dual.static)
-        return _Record.apply(ct, dual.name, axes, n, flat, grad_dtype), None, None, None, None, None
-
-
-def _named(name: str, static: Sequence[int]) -> dict[str, Any]:
-    names = COLLECTIVES[name].static
-    return {"perm": list(static)} if names == ("perm",) else dict(zip(names, static, strict=True))
-
-
-def _collective(name: str, x: torch.Tensor, axes: Axes, grad_dtype: torch.dtype | None = None, **static: Any) -> Any:
-    if _region is None:
-        fail(
-            MeshError,
-            call=f"ff.{name}(x, {axes!r})",
-            got="a call outside of any manual region",
-            number="no mesh is known here",
-            rule="a collective that is written by hand belongs into per-rank code, which names the mesh",
-            fix="ff.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)(x), with the collective inside of f",
-        )
-    c, mesh = find(name), _region.mesh
-    names = as_axes(axes)
-    mesh.check(names, call=f"ff.{name}(x, {axes!r})")
-    n = mesh.count(names)
-    flat = tuple(static["perm"]) if "perm" in static else tuple(static[k] % max(x.ndim, 1) for k in c.static)
-    if c.divides is not None and x.shape[static[c.divides]] % n:
-        size = x.shape[static[c.divides]]
-        fail(
-            ShapeError,
-            call=f"ff.{name}(x, {axes!r}, {', '.join(f'{k}={v}' for k, v in static.items())})",
-            got=f"{Type.whole(x)} on {mesh!r}",
-            number=f"dim {static[c.divides]} has size {size}, the axes {list(names)} have {n} ranks",
-            rule="every rank takes an equal part of the dim",
-            fix=f"a size of {size // n * n or n} or {-(-size // n) * n}, or pad the dim",
-        )
-    return _Record.apply(x, name, ",".join(names), n, flat, grad_dtype)
-
-
-def psum(x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """varying -> invariant: the sum over the axes, on every rank (NCCL all-reduce). Its vjp is `pvary`."""
-    return _collective("psum", x, axes)
-
-
-def pmax(x: torch.Tensor, axes: Axes) -> torch.Tensor:
-    """varying -> invariant: the largest over the axes, on every rank (NCCL all-reduce, max). It has no vjp."""
-    return _collective("pmax", x, axes)
-
-
-def pvary(x: torch.Tensor, axes: Axes, grad_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """invariant -> varying: the same value, from here on each rank's own. Its vjp is `psum`.
-
-    Where an invariant value meets a varying one this is done by itself; write it to share one sum between uses.
-    """
-    return _collective("pvary", x, axes, grad_dtype)
-
-
-def all_gather(x: torch.Tensor, axes: Axes, *, dim: int, grad_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """varying -> varying: all parts joined along `dim` (NCCL all-gather). Its vjp is `reduce_scatter`."""
-    return _collective("all_gather", x, axes, grad_dtype, dim=dim)
-
-
-def all_gather_invariant(x: torch.Tensor, axes: Axes, *, dim: int) -> torch.Tensor:
-    """varying -> invariant: all parts joined along `dim`, and used alike by all. Its vjp takes the own part."""
-    return _collective("all_gather_invariant", x, axes, dim=dim)
-
-
-def reduce_scatter(x: torch.Tensor, axes: Axes, *, dim: int, grad_dtype: torch.dtype | None = None) -> torch.Tensor:
-    """varying -> varying: the own part of the sum (NCCL reduce-scatter). Its vjp is `all_gather`."""
-    return _collective("reduce_scatter", x, axes, grad_dtype, dim=dim)
-
-
-def pscatter(x: torch.Tensor, axes: Axes, *, dim: int) -> torch.Tensor:
-    """invariant -> varying: the own part of a value that all ranks have. Its vjp is `all_gather_invariant`."""
-    return _collective("pscatter", x, axes, dim=dim)
-
-
-def all_to_all(x: torch.Tensor, axes: Axes, *, split_dim: int, concat_dim: int) -> torch.Tensor:
-    """varying -> varying: split on `concat_dim` before, on `split_dim` after (NCCL all-to-all); its own vjp, swapped."""
-    return _collective("all_to_all", x, axes, split_dim=split_dim, concat_dim=concat_dim)
-
-
-def ppermute(x: torch.Tensor, axes: Axes, perm: Sequence[tuple[int, int]]) -> torch.Tensor:
-    """varying -> varying: sends to the destinations of `(source, destination)` pairs; zeros where nothing arrives."""
-    if _region is not None:
-        check_perm(as_axes(axes), _region.mesh.count(axes), perm)
-    return _collective("ppermute", x, axes, perm=[i for pair in perm for i in pair])
-
-
-def axis_index(axes: Axes) -> torch.Tensor:
-    """The rank's position along the axes, the first one major: int64 scalar, varying."""
-    if _region is None:
-        return _collective("axis_index", torch.empty(0), axes)
-    _region.mesh.check(as_axes(axes), call=f"ff.axis_index({axes!r})")
-    out: torch.Tensor = torch.ops.fx_feather.axis_index(",".join(as_axes(axes)), _region.mesh.count(axes))
-    return out
 
 
 def _varying(n: fx.Node, known: dict[fx.Node, frozenset[str]]) -> frozenset[str]:
@@ -181,7 +36,7 @@ def _varying(n: fx.Node, known: dict[fx.Node, frozenset[str]]) -> frozenset[str]
                 continue
             stack.pop()
             union = frozenset().union(*(known[a] for a in m.all_input_nodes))
-            if m.target is _TYPED:
+            if m.target is TYPED:
                 axes = frozenset(m.args[2].split(","))
                 union = union - axes if COLLECTIVES[m.args[1]].after == "I" else union | axes
             elif m.target is torch.ops.fx_feather.axis_index.default:
@@ -201,7 +56,7 @@ class _Vary(TorchFunctionMode):
         kwargs = kwargs or {}
         # Taking a gradient is no operator: its arguments are not combined with each other.
         machinery = str(getattr(func, "__module__", "")).startswith(("torch.autograd", "torch._functorch"))
-        if machinery or getattr(func, "__name__", "") in ("apply", "__get__") or func is _TYPED:
+        if machinery or getattr(func, "__name__", "") in ("apply", "__get__") or func is TYPED:
             return func(*args, **kwargs)
         leaves, treedef = tree.flatten((args, kwargs))
         states = {
@@ -212,7 +67,7 @@ class _Vary(TorchFunctionMode):
         for i, state in states.items():
             missing = self.mesh.ordered(union - state)
             if missing and len(states) > 1:
-                leaves[i] = _Record.apply(leaves[i], "pvary", ",".join(missing), self.mesh.count(missing), (), None)
+                leaves[i] = Record.apply(leaves[i], "pvary", ",".join(missing), self.mesh.count(missing), (), None)
                 changed = True
         if changed:
             args, kwargs = tree.unflatten(treedef, leaves)
@@ -224,16 +79,6 @@ class _Vary(TorchFunctionMode):
             x = torch._C._functorch.get_unwrapped(x)
         slot = mode.tracer.tensor_tracker.get(x) if mode is not None else None
         return None if slot is None else _varying(slot.proxy.node, self.known)
-
-
-@contextlib.contextmanager
-def _inside(context: _Context) -> Iterator[None]:
-    global _region
-    before, _region = _region, context
-    try:
-        yield
-    finally:
-        _region = before
 
 
 def _as_specs(specs: Any, count: int, call: str, what: str) -> list[P]:
@@ -329,7 +174,7 @@ def _trace_region(
             outs, out_tree = tree.flatten(f(*tree.unflatten(treedef, list(xs))))
         return outs
 
-    with _inside(_Context(mesh, name)), _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
+    with inside(Context(mesh, name)), _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
         device = leaves[0].device.type if leaves else "cpu"
         fakes = [torch.empty(t.local_shape(mesh), dtype=t.dtype, device=device) for t in types]
         gm = make_fx(watched(flat, call))(*fakes)
@@ -352,7 +197,8 @@ def _trace_region(
                     got=f"a result of local shape {list(val.shape)}, varying over {list(mesh.ordered(state))}",
                     number=f"out_specs {spec!r} does not name {list(extra)}",
                     rule="a result that differs between the ranks of an axis has no one value there",
-                    fix=f"return ff.psum(..., {extra[0]!r}), or ff.all_gather_invariant, or name {extra[0]!r} in out_specs",
+                    fix=f"return ff.psum(..., {extra[0]!r}) or ff.all_gather_invariant(...), "
+                    f"or name {extra[0]!r} in out_specs",
                 )
             )
     raise_all(TypeStateError, problems)
@@ -365,7 +211,7 @@ def _trace_region(
 def _check_states(graph: fx.Graph, known: dict[fx.Node, frozenset[str]], call: str) -> None:
     problems = []
     for n in graph.nodes:
-        if n.target is not _TYPED:
+        if n.target is not TYPED:
             continue
         x, name, axes = n.args[0], n.args[1], frozenset(n.args[2].split(","))
         state, before = _varying(x, known), COLLECTIVES[name].before
@@ -408,9 +254,9 @@ def _local(
                     x = cc.pvary(env[o], tuple(split), mesh.count(tuple(split))) if split else env[o]
                     outs.append(cc.keep_first(x, tuple(partial), mesh.count(tuple(partial))) if partial else x)
                 return outs
-            elif n.target is _TYPED:
+            elif n.target is TYPED:
                 x, name, axes, count, static, grad_dtype = n.args
-                env[n] = apply(name, env[x], tuple(axes.split(",")), count, _named(name, static), grad_dtype)
+                env[n] = apply(name, env[x], tuple(axes.split(",")), count, named(name, static), grad_dtype)
             else:
                 get = lambda m: env[m]  # noqa: E731
                 env[n] = n.target(*fx.node.map_arg(n.args, get), **fx.node.map_arg(n.kwargs, get))

@@ -17,7 +17,6 @@ from .passes.stitch import Funcs, Stitcher
 from .passes.training import gradient_sections, loss_function, optimizer_sections
 from .program import CollectiveNode, Program, Section
 from .settings import check, is_count
-from .spec import Type
 
 Run = Callable[[Section, list[Any]], list[Any]]
 

@@ -131,7 +131,8 @@ class Block:
         while isinstance(inner, ft.partial):
             inner = inner.func
         self.fn = fn
-        self.name = self.__name__ = name or getattr(inner, "__name__", type(inner).__name__)
+        self.name = str(name or getattr(inner, "__name__", type(inner).__name__))
+        self.__name__ = self.name
         self.__doc__ = inner.__doc__
 
     def __call__(self, *args: Any) -> Any:

@@ -127,9 +127,7 @@ def _hashable(x: Any) -> Any:
     return x
 
 
-def cut(
-    whole: Unit, blocks: list[Unit], inputs: list[torch.Tensor], labels: list[str], out_tree: Any
-) -> GlobalProgram:
+def cut(whole: Unit, blocks: list[Unit], inputs: list[torch.Tensor], labels: list[str], out_tree: Any) -> GlobalProgram:
     """Cuts the outer graph at its block nodes: what lies between two blocks becomes a unit of its own.
 
     Args:

@@ -32,7 +32,7 @@ FLOORS = (
     {"passes"},
     {"runtime", "simulate", "price", "checkpoint", "explain", "hf"},
     {"pipeline"},
-    {"inputs"},
+    {"inputs", "manual"},
     {"compiled", "shard_map"},
     {"compile", "step"},
     {"testing"},

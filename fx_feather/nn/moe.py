@@ -136,7 +136,8 @@ def limited(params: dict[str, Any], h: Tensor, weights: Tensor, index: Tensor, s
     (batch, seq, embed), k, experts = h.shape, index.shape[-1], params["gate"].shape[0]
     choices = index.flatten(1)
     # How many earlier choices of the sequence took a room of the same expert.
-    taken = torch.cumsum(F.one_hot(choices, experts), 1).gather(-1, choices.unsqueeze(-1)).squeeze(-1) - 1
+    each = (choices.unsqueeze(-1) == torch.arange(experts, device=h.device)).long()
+    taken = torch.cumsum(each, 1).gather(-1, choices.unsqueeze(-1)).squeeze(-1) - 1
     kept = taken < size
     nowhere = experts * size
     room = torch.where(kept, choices * size + taken, nowhere)

@@ -1,5 +1,8 @@
 """The arithmetic of optimizers, leaf by leaf: each function is a block, traced once for all leaves that are alike."""
 
+import functools as ft
+from collections.abc import Iterable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -90,18 +93,23 @@ def max_abs_leaf(x: Tensor) -> Tensor:
     return wide(x).abs().amax()
 
 
-def root_of_sum_leaf(parts: list[Tensor]) -> Tensor:
+def total_leaf(*parts: Tensor) -> Tensor:
+    """The sum of some 0-dim tensors, in the widest of their dtypes."""
+    return _stacked(parts).sum()
+
+
+def root_of_sum_leaf(*parts: Tensor) -> Tensor:
     """The root of a sum of 0-dim tensors, in the widest of their dtypes."""
     return _stacked(parts).sum().sqrt()
 
 
-def largest_leaf(parts: list[Tensor]) -> Tensor:
+def largest_leaf(*parts: Tensor) -> Tensor:
     """The largest of some 0-dim tensors, in the widest of their dtypes."""
     return _stacked(parts).amax()
 
 
-def _stacked(parts: list[Tensor]) -> Tensor:
-    dtype = widest(parts)
+def _stacked(parts: Sequence[Tensor]) -> Tensor:
+    dtype = widest(p.dtype for p in parts)
     return torch.stack([p.to(dtype) for p in parts])
 
 
@@ -116,10 +124,12 @@ zeros = block(zeros_leaf, name="zeros")
 applied = block(apply_leaf, name="apply_updates")
 sum_squares = block(sum_squares_leaf, name="sum_squares")
 max_abs = block(max_abs_leaf, name="max_abs")
+total = block(total_leaf, name="total")
 root_of_sum = block(root_of_sum_leaf, name="root_of_sum")
 largest = block(largest_leaf, name="largest")
 
 
+@ft.cache
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of statistics of a leaf: float32, or wider if the leaf is."""
     return torch.promote_types(dtype, torch.float32)
@@ -130,9 +140,6 @@ def wide(x: Tensor) -> Tensor:
     return x.to(wide_dtype(x.dtype))
 
 
-def widest(xs: list[Tensor]) -> torch.dtype:
-    """The widest dtype of the leaves, at least float32."""
-    dtype = torch.float32
-    for x in xs:
-        dtype = torch.promote_types(dtype, x.dtype)
-    return dtype
+def widest(dtypes: Iterable[torch.dtype]) -> torch.dtype:
+    """The widest of some dtypes, at least float32."""
+    return ft.reduce(torch.promote_types, set(dtypes), torch.float32)

@@ -1,6 +1,7 @@
 """The global norm of a pytree, and clipping by it."""
 
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,9 +9,12 @@ from torch import Tensor
 from fx_feather import tree
 from fx_feather.errors import OptimizerError
 from fx_feather.settings import check, is_finite, text
+from fx_feather.trace import Block
 
 from . import leaf
 from .transform import Transform, device, scaled
+
+_AT_ONCE = 4  # parts of a norm that are combined by one call
 
 
 def global_norm(values: tree.Tree, ord: float = 2) -> Tensor:
@@ -36,8 +40,22 @@ def global_norm(values: tree.Tree, ord: float = 2) -> Tensor:
     if not leaves:
         return torch.zeros(())
     if ord == 2:
-        return leaf.root_of_sum(leaf.sum_squares.each([(x,) for x in leaves]))
-    return leaf.largest(leaf.max_abs.each([(x,) for x in leaves]))
+        return leaf.root_of_sum(*_folded(leaf.total, leaves, leaf.sum_squares.each([(x,) for x in leaves])))
+    return leaf.largest(*_folded(leaf.largest, leaves, leaf.max_abs.each([(x,) for x in leaves])))
+
+
+def _folded(combine: Block, leaves: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
+    """Combines the parts of leaves that are alike, a few at a time: no function takes more of them in a deeper model."""
+    alike: dict[Any, list[Tensor]] = {}
+    for x, part in zip(leaves, parts, strict=True):
+        alike.setdefault((x.shape, x.dtype), []).append(part)
+    out = []
+    for group in alike.values():
+        while full := len(group) // _AT_ONCE * _AT_ONCE:
+            rows = [tuple(group[i : i + _AT_ONCE]) for i in range(0, full, _AT_ONCE)]
+            group = combine.each(rows) + group[full:]
+        out += group
+    return out
 
 
 def clip_by_global_norm(max_norm: float) -> Transform:
@@ -63,7 +81,7 @@ def clip_by_global_norm(max_norm: float) -> Transform:
 
     def init(params: tree.Tree) -> tree.Tree:
         leaves = tree.leaves(params)
-        dtype = leaf.widest([torch.empty(0, dtype=leaf.wide_dtype(p.dtype)) for p in leaves])
+        dtype = leaf.widest(p.dtype for p in leaves)
         return {"norm": torch.zeros((), dtype=dtype, device=device(leaves))}
 
     def update(grads: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:

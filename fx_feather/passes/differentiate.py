@@ -110,7 +110,7 @@ def linearize(
             outs = local(*full)
             return tuple(outs[i] for i in with_ct), outs
 
-        _, pull, outs = torch.func.vjp(f, *(primals[i] for i in diff), has_aux=True)
+        _, pull, outs = torch.func.vjp(f, *(primals[i] for i in diff), has_aux=True)  # type: ignore[misc]
         return [*outs, *pull(tuple(given))]
 
     # Cotangents of one type may come in any strides; those of the outputs are what the later units most likely give.

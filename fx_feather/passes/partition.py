@@ -25,7 +25,8 @@ def partition(plan: Plan) -> LocalFn:
         converted: dict[tuple[Root, tuple[Step, ...]], torch.Tensor] = {}
 
         def get(root: Root, want: Type) -> torch.Tensor:
-            x, done = env[root], ()
+            x = env[root]
+            done: tuple[Step, ...] = ()
             for step in steps(plan.types[root], want, plan.mesh):
                 done = (*done, step)
                 if (root, done) not in converted:

@@ -131,14 +131,14 @@ def steps(src: Type, dst: Type, mesh: Mesh) -> list[Step]:
     groups: dict[str, list[str]] = {}
     for a in same:
         now, want_state = "R" if a in replicated else "I", dst.state(a)
-        name = {
+        change = {
             ("I", "R"): "pvary",
             ("R", "I"): "unvary",
             ("I", "partial"): "keep_first",
             ("R", "partial"): "keep_first_replicated",
         }.get((now, want_state))
-        if name:
-            groups.setdefault(name, []).append(a)
+        if change:
+            groups.setdefault(change, []).append(a)
     out += [Step(name, tuple(axes)) for name, axes in groups.items()]
     return out
 
@@ -158,6 +158,7 @@ def take(x: torch.Tensor, step: Step, mesh: Mesh, grad_dtype: torch.dtype | None
         case "unvary" | "keep_first" | "keep_first_replicated":
             return getattr(cc, step.name)(x, step.axes, n)
         case "all_to_all":
+            assert step.dim is not None and step.concat_dim is not None
             return cc.all_to_all(x, step.axes, n, step.dim, step.concat_dim)
     assert step.dim is not None
     x = _resized(x, step.dim, step.before)

@@ -263,7 +263,7 @@ def loss_function(loss_fn: Callable[..., Any]) -> Callable[..., list[torch.Tenso
                 ShapeError,
                 call=f"{getattr(loss_fn, '__name__', 'loss_fn')}(params, batch)",
                 got=f"({', '.join(kinds)})" if isinstance(out, tuple) else kinds[0],
-                number="the result is not (sum, count) or (sum, count, aux) with 0-dim tensors sum (floating point) and count",
+                number="the result is not (sum, count) or (sum, count, aux), sum and count 0-dim tensors, sum floating point",
                 rule="a loss is a sum and the count that normalises it: a mean of means weighs tokens unequally",
                 fix="return nll.sum(), valid.sum()",
             )
