@@ -33,23 +33,28 @@ PADDED_DIMS = frozenset({"vocab"})
 
 
 def _table(table: Table, where: str) -> dict[str, tuple[str, ...]]:
-    out = {dim: as_axes(axes) for dim, axes in table.items()}
-    raise_all(
-        LayoutError,
-        [
+    problems = []
+
+    def refuse(dim: str, axes: object, number: str, rule: str, fix: str) -> None:
+        problems.append(
             message(
-                call=f"Layout({where}=...)",
-                got=f"{dim} -> {axes}",
-                number=f"axis {a!r} is used {axes.count(a)} times for dim {dim!r}",
-                rule="a mesh axis splits a dim once: its ranks hold one part each",
-                fix=f"{dim!r}: {tuple(dict.fromkeys(axes))!r}",
+                call=f"Layout({where}=...)", got=f"{dim} -> {axes!r}", number=number, rule=rule, fix=f"{dim!r}: {fix}"
             )
-            for dim, axes in out.items()
-            for a in dict.fromkeys(axes)
-            if axes.count(a) > 1
-        ],
-    )
-    return out
+        )
+
+    for dim, axes in table.items():
+        parts = tuple(axes) if isinstance(axes, tuple | list) else () if axes is None else (axes,)
+        for a in parts:
+            if not isinstance(a, str):
+                rule = "a row is a dim name and one or more names of mesh axes"
+                refuse(dim, axes, f"{a!r} is no name of a mesh axis", rule, '"tp"')
+        for a in dict.fromkeys(parts):
+            if parts.count(a) > 1:
+                number = f"axis {a!r} is used {parts.count(a)} times for dim {dim!r}"
+                rule = "a mesh axis splits a dim once: its ranks hold one part each"
+                refuse(dim, axes, number, rule, repr(tuple(dict.fromkeys(parts))))
+    raise_all(LayoutError, problems)
+    return {dim: as_axes(axes) for dim, axes in table.items()}
 
 
 def _join(left: Table, right: Table, where: str) -> dict[str, tuple[str, ...]]:
@@ -111,7 +116,7 @@ class Layout:
         compute: dim name to axes that split values (activations and parameters) while used.
         store: further splits of parameters, gradients and optimizer state at rest.
         overrides: for parameters whose path matches the pattern (fnmatch, such as `*['router']*`), the layout that
-            holds instead of this one.
+            holds instead of this one. Composed by `|`, the other side's rows are joined to it.
         precision: dtypes of compute and of gradient reduction.
 
     Raises:
@@ -128,18 +133,38 @@ class Layout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "compute", _table(self.compute, "compute"))
+        raise_all(
+            LayoutError,
+            [
+                message(
+                    call=f"Layout(overrides={{{pattern!r}: ...}})",
+                    got=repr(layout),
+                    number="the layout of some parameters sets a precision or overrides of its own",
+                    rule="an override is the tables of the parameters that match; precision is one for the whole step",
+                    fix=f"overrides={{{pattern!r}: Layout(compute=..., store=...)}}, precision beside it",
+                )
+                for pattern, layout in self.overrides.items()
+                if layout.overrides or layout.precision != Precision()
+            ],
+        )
 
     def __or__(self, other: "Layout") -> "Layout":
         mine, theirs = self.precision, other.precision
-        overrides = dict(self.overrides)
-        for pattern, layout in other.overrides.items():
-            overrides[pattern] = overrides[pattern] | layout if pattern in overrides else layout
+        # A parameter that one side treats apart still gets the rows of the other side.
+        left, right = self._without_overrides(), other._without_overrides()
+        overrides = {
+            pattern: self.overrides.get(pattern, left) | other.overrides.get(pattern, right)
+            for pattern in dict.fromkeys([*self.overrides, *other.overrides])
+        }
         return Layout(
             compute=_join(self.compute, other.compute, "compute"),
             store=self.store | other.store,
             overrides=overrides,
             precision=Precision(theirs.compute or mine.compute, theirs.reduce or mine.reduce),
         )
+
+    def _without_overrides(self) -> "Layout":
+        return Layout(self.compute, self.store)
 
     def __repr__(self) -> str:
         parts = [f"compute={dict(self.compute)}", f"store={self.store}"]

@@ -149,7 +149,8 @@ class Step(Common):
         )
         whole = self.gather(new, [*self.params.at_rest(), *self._state_types])
         if self._aux_tree is not None:
-            aux = self.gather(tree.leaves(metrics["aux"]), self._result_types[2:])
+            # Each leaf is a list here, one value a rank, so that the structure says where a leaf begins.
+            aux = self.gather(self._aux_tree.flatten_up_to(metrics["aux"]), self._result_types[2:])
             metrics["aux"] = tree.unflatten(self._aux_tree, aux)
         return self._state(whole, state), metrics
 
@@ -283,8 +284,9 @@ def compile_step(
     >>> template = {"w": ff.Param("embed", (4,))}
     >>> def loss(params, batch):
     ...     return ((batch @ params["w"] - 1) ** 2).sum(), torch.tensor(batch.shape[0])
-    >>> step = ff.compile_step(loss, ff.sgd(lr=0.1), template=template, mesh=ff.Mesh(dp=2),
-    ...                        layout=ff.Layout(compute={"batch": "dp"}), batch=torch.ones(4, 4), batch_dims="batch embed")
+    >>> layout = ff.Layout(compute={"batch": "dp"})
+    >>> step = ff.compile_step(loss, ff.sgd(lr=0.1), template=template, mesh=ff.Mesh(dp=2), layout=layout,
+    ...                        batch=torch.ones(4, 4), batch_dims="batch embed")
     >>> state, metrics = step.simulate(step.init(seed=0), torch.ones(4, 4))
     >>> state.step, metrics["count"]
     (1, 4)

@@ -231,3 +231,22 @@ def test_all_values_that_do_not_divide_are_listed_at_once() -> None:
 def test_a_value_without_names_is_refused_by_its_place() -> None:
     with pytest.raises(ShapeError, match=r"dim 0 \(\?\) has size 3, axis 'dp' has size 2"):
         check_divides([("x", Type(torch.float32, (3,), (("dp",),)))], Mesh(dp=2))
+
+
+def test_an_axis_that_is_no_name_is_refused() -> None:
+    with pytest.raises(LayoutError, match="2 is no name of a mesh axis"):
+        Layout(compute={"batch": 2})  # type: ignore[dict-item]
+
+
+def test_an_override_gets_the_rows_of_the_layouts_it_is_composed_with() -> None:
+    apart = Layout(compute={"mlp": "tp"}, overrides={"*['router']*": Layout()})
+    both = apart | Layout(compute={"batch": "dp"}, store=Store(params={"embed": "dp"}))
+    types = both.param_types(("embed", "mlp"), (8, 8), torch.float32, "['router']['w']")
+    assert (types.compute.dims, types.store.dims) == (((), ()), (("dp",), ()))
+    other = both.param_types(("embed", "mlp"), (8, 8), torch.float32, "['up']")
+    assert (other.compute.dims, other.store.dims) == (((), ("tp",)), (("dp",), ("tp",)))
+
+
+def test_an_override_with_a_precision_is_refused() -> None:
+    with pytest.raises(LayoutError, match="precision is one for the whole step"):
+        Layout(overrides={"*": Layout(precision=Precision(compute=torch.bfloat16))})
