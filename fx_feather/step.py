@@ -71,8 +71,9 @@ class Step(Common):
         remat: str,
         reshard: bool,
         bucket_bytes: int,
+        backend: str,
     ):
-        super().__init__(template, mesh, layout, batch, batch_dims, device, accumulate)
+        super().__init__(template, mesh, layout, batch, batch_dims, device, accumulate, backend)
         s = Stitcher(Funcs(mesh, layout, self.device, remat))
         wrapped = loss_function(loss_fn)
         program = self.trace(wrapped, "loss")
@@ -255,6 +256,7 @@ def compile_step(
     remat: str = "none",
     reshard: bool = True,
     bucket_bytes: int = BUCKET_BYTES,
+    backend: str = "eager",
 ) -> Step:
     """Compiles a training step for a mesh and a layout.
 
@@ -276,6 +278,8 @@ def compile_step(
         remat: `none` keeps what the backward needs; `full` keeps the inputs of each block and computes it again.
         reshard: free gathered parameters after the forward and gather them again for the backward.
         bucket_bytes: bytes of gradients that are reduced together, at most (one larger parameter travels alone).
+        backend: `eager` runs operator by operator; `inductor` fuses them, each distinct block compiled once, with
+            results that are close but not the same bits.
 
     Raises:
         FeatherError: whatever of the settings do not fit together, all offenders at once.
@@ -305,5 +309,17 @@ def compile_step(
         ],
     )
     return Step(
-        loss_fn, optimizer, template, mesh, layout, batch, batch_dims, accumulate, device, remat, reshard, bucket_bytes
+        loss_fn,
+        optimizer,
+        template,
+        mesh,
+        layout,
+        batch,
+        batch_dims,
+        accumulate,
+        device,
+        remat,
+        reshard,
+        bucket_bytes,
+        backend,
     )
