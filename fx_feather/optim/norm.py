@@ -45,7 +45,7 @@ def global_norm(values: tree.Tree, ord: float = 2) -> Tensor:
 
 
 def _folded(combine: Block, leaves: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
-    """Combines the parts of leaves that are alike, a few at a time: no function takes more of them in a deeper model."""
+    """Combines the parts of leaves that are alike a few at a time: no function takes more in a deeper model."""
     alike: dict[Any, list[Tensor]] = {}
     for x, part in zip(leaves, parts, strict=True):
         alike.setdefault((x.shape, x.dtype), []).append(part)
