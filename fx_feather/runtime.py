@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
+from .backend import build
 from .collectives import Collective
 from .errors import MeshError, RankError, fail, message
 from .mesh import Mesh
@@ -30,7 +31,6 @@ def _timeout() -> datetime.timedelta:
     return datetime.timedelta(seconds=float(os.environ.get("FX_FEATHER_TIMEOUT", TIMEOUT_S)))
 
 
-_meshes: dict[tuple[Mesh, str], DeviceMesh] = {}
 _groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 
 
@@ -41,9 +41,11 @@ class Runtime:
         MeshError: the world has another number of ranks than the mesh.
     """
 
-    def __init__(self, mesh: Mesh, device: str):
+    def __init__(self, mesh: Mesh, device: str, backend: str = "eager"):
         self.mesh = mesh
+        self.backend = backend
         self.rank = int(os.environ.get("RANK", "0")) if in_world() else 0
+        self.device_mesh: DeviceMesh | None = None
         self.device = torch.device(device)
         if in_world() and not dist.is_initialized():
             if device == "cuda":
@@ -64,18 +66,21 @@ class Runtime:
             self.rank = dist.get_rank()
             if device == "cuda":
                 self.device = torch.device("cuda", torch.cuda.current_device())
-            if (mesh, device) not in _meshes and mesh.axes:
-                with self._peers("making process groups"):
-                    _meshes[mesh, device] = DeviceMesh(
-                        device, torch.arange(mesh.size).reshape(mesh.shape), mesh_dim_names=mesh.axes
-                    )
+            with self._peers("making process groups"):
+                self.device_mesh = self._device_mesh() if mesh.axes else None
         self._bound: dict[Func, Callable[..., list[torch.Tensor]]] = {}
 
-    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup | None:
+    def _device_mesh(self) -> DeviceMesh:
+        # Made from groups: those that a DeviceMesh makes by itself wait for torch's half hour, not for `_timeout`.
+        ranks = torch.arange(self.mesh.size).reshape(self.mesh.shape)
+        groups = [self.group((axis,)) for axis in self.mesh.axes]
+        return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=self.mesh.axes)
+
+    def group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
         """The process group over some axes: one for each set of axes, whatever the number of layers."""
-        if len(axes) == 1 and (self.mesh, self.device.type) in _meshes:
-            return _meshes[self.mesh, self.device.type].get_group(axes[0])
-        key = tuple(tuple(g) for g in self.mesh.groups(axes))
+        key = tuple(tuple(sorted(g)) for g in self.mesh.groups(axes))
+        if key == (tuple(range(dist.get_world_size())),):
+            return dist.group.WORLD  # type: ignore[return-value]
         if key not in _groups:
             # Every rank makes every group, in the same order, as torch.distributed asks.
             made = [(g, dist.new_group(list(g), timeout=_timeout())) for g in key]
@@ -143,7 +148,7 @@ class Runtime:
             for n in graph.nodes:
                 if n.target in BY_OP:
                     n.target, n.args, n.kwargs = *self._bind(BY_OP[n.target], n), {}
-            self._bound[func] = fx.GraphModule(func.constants, graph).forward
+            self._bound[func] = build(graph, func.constants, self.backend)
         return self._bound[func]
 
     def _bind(self, c: Collective, n: fx.Node) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:

@@ -1,0 +1,232 @@
+"""What a rank of a small world does, one function a job: `python -m tests.runtime.jobs JOB FOLDER`.
+
+A job writes what it found to `FOLDER/rankN.json`, and tensors to safetensors beside it. The judgement is the test's.
+"""
+
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import save_file
+
+import fx_feather as ff
+import layouts
+from fx_feather import tree
+from fx_feather.collectives import COLLECTIVES, lockstep
+from fx_feather.models import llama
+from fx_feather.program import Func
+from fx_feather.runtime import Runtime
+from fx_feather.spec import shard
+from tests.runtime.compositions import COMPOSITIONS, STEPS, Composition, config
+
+RANK = int(os.environ.get("RANK", "0"))
+
+
+def caught(call: Callable[..., Any], *args: Any) -> list[str]:
+    """The type and text of the error that a call raises."""
+    try:
+        call(*args)
+    except Exception as e:
+        return [type(e).__name__, str(e)]
+    return ["nothing", ""]
+
+
+def train(name: str, out: Path) -> dict[str, Any]:
+    """Steps of a composition; the local parts of all leaves go to a file."""
+    c = COMPOSITIONS[name]
+    step = c.step()
+    state = step.init(seed=3)
+    same = all(
+        torch.equal(part, shard(whole, t, c.mesh, RANK))
+        for part, whole, t in zip(
+            tree.leaves(state.params), tree.leaves(ff.init(step.template, 3)), step.params.at_rest(), strict=True
+        )
+    )
+    history = []
+    for i in range(STEPS):
+        state, metrics = step(state, step.shard(c.batch(i)))
+        history.append([metrics["loss"], metrics["grad_norm"], metrics["count"]])
+    leaves = [*tree.leaves(state.params), *tree.leaves(state.opt)]
+    save_file({str(i): x.contiguous() for i, x in enumerate(leaves)}, out / f"{name}{RANK}.safetensors")
+    return {"history": history, "init_is_shard_of_whole": same, "step": state.step}
+
+
+def forward(out: Path) -> None:
+    """A compiled forward, without any gradient."""
+    c = COMPOSITIONS["fsdp_tp_sp"]
+    f = compiled_forward(c)
+    logits = f(f.init_params(seed=3), f.shard(c.batch()))
+    save_file({"logits": logits.contiguous()}, out / f"forward{RANK}.safetensors")
+
+
+def compiled_forward(c: Composition, layout: ff.Layout | None = None) -> Any:
+    """The logits of a composition's model."""
+    return ff.compile(
+        lambda params, batch: llama.forward(c.config, params, batch["tokens"], batch["positions"]),
+        template=llama.template(c.config),
+        mesh=c.mesh,
+        layout=layout or c.layout,
+        batch=c.batch(),
+        device="cpu",
+    )
+
+
+def static_arguments(name: str, n: int) -> Iterator[dict[str, Any]]:
+    """Arguments that a collective is tried with, for an operand of three dims."""
+    match COLLECTIVES[name].static:
+        case ("dim",):
+            yield from ({"dim": d} for d in range(3))
+        case ("split_dim", "concat_dim"):
+            yield from ({"split_dim": a, "concat_dim": b} for a in range(3) for b in range(3))
+        case ("perm",):
+            yield {"perm": [x for i in range(n) for x in (i, (i + 1) % n)]}
+            yield {"perm": [0, n - 1]}
+            yield {"perm": [0, 0, n - 1, 1] if n > 2 else [1, 1]}
+        case _:
+            yield {}
+
+
+def collectives() -> dict[str, Any]:
+    """Each collective of the table on real ranks against its reference; what differs, by name and arguments."""
+    mesh, wrong, tried = ff.Mesh(a=2, b=2), [], []
+    run = Runtime(mesh, "cpu")
+    values = [torch.arange(64.0, dtype=torch.float64).reshape(4, 4, 4).sin() * (r + 1) + r for r in range(4)]
+    strided = [v.transpose(0, 2) for v in values]
+    for c in COLLECTIVES.values():
+        if c.op is None:
+            continue
+        for axes in (("a",), ("b",), ("a", "b"), ("b", "a")):
+            n = mesh.count(axes)
+            for static in static_arguments(c.name, n):
+                for operands in (values, strided) if c.before else (values,):
+                    graph = fx_graph(c.op, bool(c.before), ",".join(axes), n, tuple(static.values()))
+                    got = run._callable(Func("test", graph))(*([operands[RANK]] if c.before else []))[0]
+                    if c.before:
+                        want = lockstep(c.name, operands, mesh, axes, **static)[RANK]
+                    else:
+                        want = torch.tensor(mesh.index(RANK, axes))
+                    fine = got.shape == want.shape and torch.equal(got, want.contiguous()) and got.is_contiguous()
+                    # Sums are added up in another order than the reference's.
+                    if not fine and not (c.reduces and torch.allclose(got, want, rtol=1e-14, atol=1e-14)):
+                        wrong.append(f"{c.name} over {axes} with {static}")
+                    tried.append(c.name)
+    return {"wrong": wrong, "tried": {name: tried.count(name) for name in dict.fromkeys(tried)}}
+
+
+def fx_graph(op: Any, operand: bool, *args: Any) -> torch.fx.Graph:
+    """A graph of one collective."""
+    graph = torch.fx.Graph()
+    head = (graph.placeholder("x"),) if operand else ()
+    axes, n, static = args
+    graph.output([graph.call_function(op, (*head, axes, n, *static))])
+    return graph
+
+
+def groups() -> dict[str, Any]:
+    """The number of process groups after programs of 1 and 3 layers over sets of axes, and the timeouts of all."""
+    counts, world = [], dist.distributed_c10d._world.pg_map
+    for layers in (1, 3):
+        c = Composition(ff.Mesh(dp=2, tp=2), layouts.fsdp("dp") | layouts.tp_sp("tp"), config(layers=layers))
+        f = compiled_forward(c, layouts.fsdp(("dp", "tp")))
+        f(f.init_params(), f.shard(c.batch()))
+        counts.append(len(world))
+    cpu = torch.device("cpu")
+    return {"counts": counts, "timeouts": [g._get_backend(cpu).options._timeout.total_seconds() for g in world]}
+
+
+def linear_step(mesh: ff.Mesh, layout: ff.Layout, features: int = 4) -> ff.Step:
+    """A step of a model so small that it compiles at once: two weights, each with data of its own."""
+    template = {k: ff.Param("embed", (features,), ff.ones(), torch.float64) for k in ("a", "b")}
+
+    def loss(params: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = batch["x"] * params["a"], batch["y"] * params["b"]
+        return (x.square() + y.square()).sum(), torch.tensor(batch["x"].shape[0])
+
+    return ff.compile_step(
+        loss,
+        ff.sgd(lr=0.01),
+        template=template,
+        mesh=mesh,
+        layout=layout,
+        batch=linear_batch(features),
+        batch_dims="batch embed",
+        device="cpu",
+    )
+
+
+def linear_batch(features: int = 4) -> dict[str, torch.Tensor]:
+    """Data for `linear_step`."""
+    x = torch.arange(4.0 * features, dtype=torch.float64).reshape(4, features)
+    return {"x": x / 16, "y": 1 - x / 16}
+
+
+def refusals() -> dict[str, Any]:
+    """What a world of two says to mistakes, each of which it has to survive."""
+    mesh, found = ff.Mesh(dp=2), {}
+    found["wrong_size"] = caught(lambda: linear_step(ff.Mesh(dp=4), layouts.ddp("dp")).init())
+    found["different_programs"] = caught(lambda: linear_step(mesh, layouts.ddp("dp"), features=4 + 2 * RANK).init())
+    step = linear_step(mesh, layouts.fsdp("dp"))
+    state, good = step.init(), step.shard(linear_batch())
+    before = [x.clone() for x in tree.leaves((state.params, state.opt))]
+    bad = {k: v.clone() for k, v in good.items()}
+    if RANK == 1:
+        # The second half of the features rests on rank 1, so rank 0 sees no bad gradient of its own.
+        bad["y"][0, 3] = float("nan")
+    found["nan"] = caught(step, state, bad)
+    after = tree.leaves((state.params, state.opt))
+    found["unchanged"] = all(torch.equal(x, y) for x, y in zip(before, after, strict=True))
+    found["whole_batch"] = caught(step, state, linear_batch())
+    used, metrics = state, None
+    state, metrics = step(state, good)
+    found["loss_after"] = metrics["loss"]
+    found["used_twice"] = caught(step, used, good)
+    found["loss_then"] = step(state, good)[1]["loss"]
+    return found
+
+
+def world_of_four(out: Path) -> dict[str, Any]:
+    found: dict[str, Any] = {"collectives": collectives(), "groups": groups()}
+    for name, c in COMPOSITIONS.items():
+        if c.mesh.size == 4:
+            found[name] = train(name, out)
+    forward(out)
+    return found
+
+
+def world_of_two(out: Path) -> dict[str, Any]:
+    return {"ddp": train("ddp", out), "refusals": refusals()}
+
+
+def failing_world(out: Path, fault: Callable[[], None]) -> dict[str, Any]:
+    """One good step of all ranks, then rank 1 fails and the others go on."""
+    # A second axis, so that the ranks meet in a group that is not the whole world's own.
+    step = linear_step(ff.Mesh(dp=int(os.environ["WORLD_SIZE"]), one=1), layouts.fsdp("dp"), features=6)
+    state, batch = step.init(), step.shard(linear_batch(6))
+    state, _ = step(state, batch)
+    if RANK == 1:
+        fault()
+    started = time.monotonic()
+    error = caught(step, state, batch)
+    return {"error": error, "waited": time.monotonic() - started}
+
+
+def killed(out: Path) -> dict[str, Any]:
+    return failing_world(out, lambda: os._exit(7))
+
+
+def stuck(out: Path) -> dict[str, Any]:
+    return failing_world(out, lambda: time.sleep(600))
+
+
+if __name__ == "__main__":
+    folder = Path(sys.argv[2])
+    result = globals()[sys.argv[1]](folder)
+    (folder / f"rank{RANK}.json").write_text(json.dumps(result))
+    if dist.is_initialized() and "error" not in result:
+        dist.destroy_process_group()

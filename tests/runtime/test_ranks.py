@@ -1,0 +1,210 @@
+"""Real ranks, a process each, over gloo: they give what `simulate` gives, and one that fails stops the others."""
+
+import json
+import math
+import os
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+import fx_feather as ff
+import layouts
+from fx_feather import tree
+from fx_feather.errors import MeshError
+from fx_feather.spec import assemble
+from tests.runtime.compositions import COMPOSITIONS, STEPS
+from tests.runtime.jobs import compiled_forward, linear_batch, linear_step
+from tests.runtime.launch import Ended, launch
+
+PARTS = ("got:", "problem:", "rule:", "fix:")
+
+
+def reports(out: Path, ended: list[Ended]) -> list[dict[str, Any]]:
+    for r, e in enumerate(ended):
+        assert e.code == 0, f"rank {r} ended with {e.code}:\n{e.text}"
+    return [json.loads((out / f"rank{r}.json").read_text()) for r in range(len(ended))]
+
+
+@pytest.fixture(scope="module")
+def four(tmp_path_factory):
+    out = tmp_path_factory.mktemp("four")
+    return out, reports(out, launch("world_of_four", 4, out))
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory):
+    out = tmp_path_factory.mktemp("two")
+    return out, reports(out, launch("world_of_two", 2, out))
+
+
+def assembled(out: Path, name: str, ranks: int, types: list[ff.Type], mesh: ff.Mesh) -> list[torch.Tensor]:
+    parts = [load_file(out / f"{name}{r}.safetensors") for r in range(ranks)]
+    return [assemble([p[str(i)] for p in parts], t, mesh) for i, t in enumerate(types)]
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_ranks_train_as_simulated(name, request) -> None:
+    c = COMPOSITIONS[name]
+    out, found = request.getfixturevalue("two" if c.mesh.size == 2 else "four")
+    step = c.step()
+    state = step.init(seed=3)
+    for i in range(STEPS):
+        state, metrics = step.simulate(state, c.batch(i))
+        want = [metrics["loss"], metrics["grad_norm"], metrics["count"]]
+        for r, report in enumerate(found):
+            assert report[name]["history"][i] == pytest.approx(want, rel=1e-12, abs=0), f"step {i}, rank {r}"
+    assert [report[name]["step"] for report in found] == [STEPS] * c.mesh.size
+    types = [*step.params.at_rest(), *step._state_types]
+    got = assembled(out, name, c.mesh.size, types, c.mesh)
+    whole = (state.params, state.opt)
+    for path, a, b in zip(tree.paths(whole), got, tree.leaves(whole), strict=True):
+        assert a.dtype == b.dtype and a.shape == b.shape, path
+        worst = (a - b).double().norm() / b.double().norm().clamp(min=1e-300)
+        assert worst <= 1e-12, f"{path}: {worst:.1e}"
+
+
+@pytest.mark.parametrize("name", COMPOSITIONS)
+def test_each_rank_starts_with_its_own_part_of_the_same_values(name, request) -> None:
+    _, found = request.getfixturevalue("two" if COMPOSITIONS[name].mesh.size == 2 else "four")
+    assert all(report[name]["init_is_shard_of_whole"] for report in found)
+
+
+def test_a_compiled_forward_is_as_simulated(four) -> None:
+    out, _ = four
+    c = COMPOSITIONS["fsdp_tp_sp"]
+    f = compiled_forward(c)
+    want = f.simulate(ff.init(f.template, 3), c.batch())
+    parts = [load_file(out / f"forward{r}.safetensors")["logits"] for r in range(4)]
+    torch.testing.assert_close(assemble(parts, f.out_types, c.mesh), want, rtol=1e-12, atol=1e-14)
+
+
+def test_every_collective_is_its_reference(four) -> None:
+    _, found = four
+    for report in found:
+        assert not report["collectives"]["wrong"]
+        assert min(report["collectives"]["tried"].values()) >= 4
+        assert set(report["collectives"]["tried"]) == {c.name for c in ff.COLLECTIVES.values() if c.op is not None}
+
+
+def test_process_groups_do_not_grow_with_layers_and_wait_as_long_as_asked(four) -> None:
+    _, found = four
+    for report in found:
+        one, three = report["groups"]["counts"]
+        assert one == three <= 8
+        assert set(report["groups"]["timeouts"]) == {120.0}
+
+
+def five_parts(error: list[str], kind: str) -> str:
+    name, text = error
+    assert name == kind, text
+    assert all(part in text for part in PARTS), text
+    return text
+
+
+def test_a_mesh_of_another_size_than_the_world(two) -> None:
+    _, found = two
+    for report in found:
+        text = five_parts(report["refusals"]["wrong_size"], "MeshError")
+        assert "run on Mesh(dp=4)" in text
+        assert "the mesh has 4 ranks, the world has 2" in text
+        assert "torchrun --nproc-per-node 4 script.py, or simulate(...)" in text
+
+
+def test_a_mesh_in_one_plain_process() -> None:
+    assert "WORLD_SIZE" not in os.environ
+    step = linear_step(ff.Mesh(dp=2), layouts.ddp("dp"))
+    with pytest.raises(MeshError) as error:
+        step(step.init(), linear_batch())
+    assert "simulate" in str(error.value)
+
+
+def test_ranks_that_compiled_different_programs(two) -> None:
+    _, found = two
+    texts = {five_parts(report["refusals"]["different_programs"], "RankError") for report in found}
+    assert len(texts) == 1
+    text = texts.pop()
+    assert "rank 0: program" in text and "rank 1: program" in text
+    assert "2 different programs" in text
+    assert "the same model, layout, mesh and batch shapes on every rank" in text
+
+
+def test_a_nan_on_one_rank_stops_all_and_changes_nothing(two) -> None:
+    _, found = two
+    texts = {five_parts(report["refusals"]["nan"], "NonFiniteError") for report in found}
+    assert len(texts) == 1
+    text = texts.pop()
+    assert "first leaf with a gradient that is not finite: params['b']" in text
+    assert "params['a']" not in text
+    assert "loss nan" in text and "the state is unchanged" in text
+    step = linear_step(ff.Mesh(dp=2), layouts.fsdp("dp"))
+    state, first = step.simulate(step.init(), linear_batch())
+    _, second = step.simulate(state, linear_batch())
+    for report in found:
+        assert report["refusals"]["unchanged"]
+        assert report["refusals"]["loss_after"] == pytest.approx(first["loss"], rel=1e-12)
+        assert report["refusals"]["loss_then"] == pytest.approx(second["loss"], rel=1e-12)
+
+
+def test_a_state_used_twice(two) -> None:
+    _, found = two
+    for report in found:
+        text = five_parts(report["refusals"]["used_twice"], "StateError")
+        assert "this state was given to an earlier step already" in text
+        assert "state, metrics = step(state, batch)" in text
+
+
+def test_a_whole_batch_where_a_part_belongs(two) -> None:
+    _, found = two
+    for report in found:
+        text = five_parts(report["refusals"]["whole_batch"], "BatchError")
+        assert "batch['x']" in text and "batch['y']" in text
+        assert "f64[4, 4] is not f64[2, 4]" in text
+        assert "step.shard(batch)" in text
+
+
+def test_a_killed_rank_ends_the_others(tmp_path) -> None:
+    ended = launch("killed", 2, tmp_path, timeout_s=60)
+    assert ended[1].code == 7
+    (report,) = reports(tmp_path, ended[:1])
+    text = five_parts(report["error"], "RankError")
+    assert "rank 0 of Mesh(dp=2, one=1) lost another rank" in text
+    assert "section 'first' did not complete" in text
+    assert report["waited"] < 30
+
+
+def test_a_stuck_rank_ends_the_others_within_the_timeout(tmp_path) -> None:
+    ended = launch("stuck", 2, tmp_path, timeout_s=6, stuck=1)
+    assert ended[1].code is None
+    (report,) = reports(tmp_path, ended[:1])
+    text = five_parts(report["error"], "RankError")
+    assert "section 'first' did not complete within 6 s" in text
+    assert "FX_FEATHER_TIMEOUT=seconds" in text
+    assert 5 < report["waited"] < 20
+
+
+def test_a_rank_that_never_starts(tmp_path) -> None:
+    (ended,) = launch("killed", 2, tmp_path, timeout_s=3, missing=1)
+    assert ended.code == 1 and math.isfinite(ended.seconds)
+    assert "RankError: rank 0 of Mesh(dp=2, one=1) lost another rank" in ended.text
+    assert "the start did not complete within 3 s" in ended.text
+
+
+def test_old_values_are_gone_while_new_ones_are_made() -> None:
+    step = linear_step(ff.Mesh(), ff.Layout())
+    state, alive = step.init(), {}
+    refs = {k: weakref.ref(v) for k, v in state.params.items()}
+    run = step.runtime()
+
+    def watched(section: Any, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+        out = type(run).run(run, section, inputs)
+        alive[section.name] = sorted(k for k, ref in refs.items() if ref() is not None)
+        return out
+
+    run.run = watched
+    step(state, step.shard(linear_batch()))
+    assert alive["check"] == ["a", "b"]
+    assert alive["update"] == []
