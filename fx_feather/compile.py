@@ -67,8 +67,9 @@ class Compiled(Common):
         batch_dims: Any,
         device: str | None,
         reshard: bool,
+        backend: str,
     ):
-        super().__init__(template, mesh, layout, batch, batch_dims, device, 1)
+        super().__init__(template, mesh, layout, batch, batch_dims, device, 1, backend)
         s = Stitcher(Funcs(mesh, layout, self.device))
         self._out_tree: Any
         if isinstance(fn, ValueAndGrad):
@@ -169,6 +170,7 @@ def compile(
     batch_dims: Any = None,
     device: str | None = None,
     reshard: bool = True,
+    backend: str = "eager",
 ) -> Compiled:
     """Compiles a pure function of parameters and a batch for a mesh and a layout.
 
@@ -182,6 +184,8 @@ def compile(
             dims are "batch seq" and further ones without a name.
         device: `cpu` or `cuda`; CUDA by default where there is any.
         reshard: free gathered parameters after the forward and gather them again for the backward.
+        backend: `eager` runs operator by operator; `inductor` fuses them, each distinct block compiled once, with
+            results that are close but not the same bits.
 
     Returns:
         A `Compiled`: call it with local parts under torchrun, or `simulate` it with whole values in one process.
@@ -198,4 +202,4 @@ def compile(
     >>> f.out_types
     f32[2, 8@tp]
     """
-    return Compiled(fn, template, mesh, layout, batch, batch_dims, device, reshard)
+    return Compiled(fn, template, mesh, layout, batch, batch_dims, device, reshard, backend)

@@ -6,7 +6,8 @@ from typing import Any
 import torch
 
 from . import param, tree
-from .errors import LayoutError, MeshError, ShapeError, message, raise_all
+from .backend import BACKENDS
+from .errors import BackendError, LayoutError, MeshError, ShapeError, message, raise_all
 from .inputs import batch_leaves, parameters
 from .layout import Layout
 from .mesh import Mesh
@@ -48,7 +49,15 @@ class Common:
         batch_dims: Any,
         device: str | None,
         microbatches: int,
+        backend: str,
     ):
+        check(
+            BackendError,
+            "compile",
+            {"backend": backend},
+            [("backend", backend in BACKENDS, f"the backends are {', '.join(BACKENDS)}", "backend='eager'")],
+        )
+        self.backend = backend
         _check_kinds(mesh, layout)
         self.mesh, self.layout, self.template, self.device = mesh, layout, template, _device(device)
         layout.check_axes(mesh)
@@ -81,7 +90,7 @@ class Common:
 
     def runtime(self) -> Runtime:
         if self._runtime is None:
-            self._runtime = Runtime(self.mesh, self.device)
+            self._runtime = Runtime(self.mesh, self.device, self.backend)
             self._runtime.compare(self.program.fingerprint())
         return self._runtime
 

@@ -44,6 +44,10 @@ class OptimizerError(FeatherError):
     """An optimizer or schedule with impossible settings."""
 
 
+class BackendError(FeatherError):
+    """A backend that does not exist."""
+
+
 class StateError(FeatherError):
     """A training state that was donated already, or that belongs to another step."""
 

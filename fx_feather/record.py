@@ -1,4 +1,4 @@
-"""Recording: runs a function on fake tensors and keeps its operators as an FX graph, at a fraction of make_fx's cost."""
+"""Recording: runs a function on fake tensors and keeps its operators as an FX graph, far faster than make_fx."""
 
 import dataclasses
 import operator
