@@ -222,6 +222,11 @@ CASES = [
         "aten::relu_", HERE, "(w * 2).relu_()", "in place", "a model is a pure function", "(aten::relu)",
     ),
     case(
+        "operator in place on a whole value", E.RuleError,
+        lambda: one(lambda w: w.mul_(2), "mlp", (8,), ff.Layout()),
+        "aten::mul_", HERE, "p['w']: f32[8] (mlp)", "in place", "(aten::mul)",
+    ),
+    case(
         "split of an embed dim on both sides", E.AmbiguousError,
         lambda: one(lambda w: w @ w, "mlp embed", (4, 4), CROSSED, ff.Mesh(a=2, b=2)),
         HERE, "w @ w", "f32[4@a, 4@b]",

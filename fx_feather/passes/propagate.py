@@ -197,12 +197,14 @@ def _unruled(
     n: fx.Node, call: OpCall, nodes: list[fx.Node], types: list[Type], mesh: Mesh, where: fx.Node | None
 ) -> Rule:
     """An operator without a rule may take whole values, and computes the same on every rank."""
-    if any(t.sharded for t in types):
+    schema = getattr(n.target, "_schema", None)
+    in_place = schema is not None and schema.is_mutable
+    # In place is refused on whole values too: they may be the caller's, or stand for several equal ones.
+    if in_place or any(t.sharded for t in types):
         listing = "\n".join(f"{label(a)}: {t} {_named(t)}" for a, t in zip(nodes, types, strict=True))
         name = str(getattr(n.target, "name", lambda: n.target)())
         letters = "abcdefghijkl"
         pattern = ", ".join(" ".join("!" + letters[d] for d in range(len(t.shape))) for t in types)
-        in_place = name.partition(".")[0].endswith("_") and not name.partition(".")[0].endswith("__")
         fail(
             RuleError,
             call=f"{name} at {user_line(where or n)}",
