@@ -231,10 +231,15 @@ class Layout:
                 return layout.param_types(dims, shape, dtype, path)
         compute = self.value_dims(dims)
 
-        def at(table: Table, inner: Dims = compute) -> Type:
-            return Type(dtype, shape, _assign(inner, dims, table), names=dims)
+        def at(split: Dims) -> Type:
+            return Type(dtype, shape, split, names=dims)
 
-        return ParamTypes(at({}), at(self.store.params), at(self.store.grads), at(self.store.opt))
+        # A gradient and an optimizer state are parts of the part that rests, so that an update takes its own without
+        # communication: of `zero1(a) | fsdp(b)` the state is split by b, then by a.
+        store = _assign(compute, dims, self.store.params)
+        grads = _nested(_assign(compute, dims, self.store.grads), store)
+        opt = _nested(_assign(compute, dims, self.store.opt), _nested(grads, store))
+        return ParamTypes(at(compute), at(store), at(grads), at(opt))
 
 
 def _assign(start: Dims, names: tuple[str, ...], table: Table) -> Dims:
@@ -245,6 +250,14 @@ def _assign(start: Dims, names: tuple[str, ...], table: Table) -> Dims:
             out[names.index(dim)] += free
             used.update(free)
     return tuple(out)
+
+
+def _nested(dims: Dims, outer: Dims) -> Dims:
+    """The same splits, those axes first that `outer` has, in its order."""
+    return tuple(
+        (*(a for a in first if a in own), *(a for a in own if a not in first))
+        for own, first in zip(dims, outer, strict=True)
+    )
 
 
 def undivided(t: Type, mesh: Mesh, what: str) -> list[str]:
