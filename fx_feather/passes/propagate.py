@@ -198,7 +198,8 @@ def _unruled(
 ) -> Rule:
     """An operator without a rule may take whole values, and computes the same on every rank."""
     schema = getattr(n.target, "_schema", None)
-    in_place = schema is not None and schema.is_mutable
+    # torch.tensor(...) records a detach_, which writes nothing.
+    in_place = schema is not None and schema.is_mutable and n.target is not torch.ops.aten.detach_.default
     # In place is refused on whole values too: they may be the caller's, or stand for several equal ones.
     if in_place or any(t.sharded for t in types):
         listing = "\n".join(f"{label(a)}: {t} {_named(t)}" for a, t in zip(nodes, types, strict=True))
