@@ -1,6 +1,5 @@
 """Backends: from the graph of a local function to something that runs fast, each distinct function made once."""
 
-import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,15 @@ Runnable = Callable[..., list[torch.Tensor]]
 
 #: Names of the backends: `eager` runs operator by operator, bit for bit as the graph says; `inductor` fuses them.
 BACKENDS = ("eager", "inductor")
+
+#: Operators that compute each element from the elements at its place, besides those that torch tags as pointwise.
+POINTWISE = {
+    torch.ops.aten._to_copy.default,
+    torch.ops.aten.alias.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.zeros_like.default,
+    torch.ops.aten.ones_like.default,
+}
 
 _MOVES = {
     torch.ops.aten.view.default,
@@ -37,7 +45,7 @@ def build(graph: fx.Graph, constants: dict[str, torch.Tensor], backend: str) -> 
     """
     module = fx.GraphModule(constants, graph)
     if backend == "eager":
-        return module.forward
+        return tiled(graph, module.forward) or module.forward
     if not any(_is_collective(n) for n in graph.nodes):
         return _compiled(module) if _computes(graph) else module.forward
     part, before = 0, False
@@ -54,6 +62,59 @@ def build(graph: fx.Graph, constants: dict[str, torch.Tensor], backend: str) -> 
         if isinstance(inner, fx.GraphModule) and _computes(inner.graph):
             setattr(split, name, _Forward(_compiled(inner)))
     return split.forward
+
+
+#: Elements of a tile: a dozen float32 buffers of this size stay in a core's second-level cache.
+TILE = 16384
+
+
+def tiled(graph: fx.Graph, forward: Runnable) -> Runnable | None:
+    """Runs a pointwise function tile by tile on a CPU, so that what is between its operators stays in the cache.
+
+    The results of pointwise operators are the same bits; a sum over all elements is taken tile by tile.
+
+    Returns:
+        None for a function that is not pointwise, or too small to gain.
+    """
+    nodes = [n for n in graph.nodes if n.op == "call_function"]
+    values = [n.meta["val"] for n in graph.nodes if n.op in ("placeholder", "call_function")]
+    if len(nodes) < 3 or not all(isinstance(v, torch.Tensor) for v in values):
+        return None
+    shape = max((v.shape for v in values), key=lambda s: s.numel())
+    outs = list(graph.output_node().args[0])
+    sums = [n.target is torch.ops.aten.sum.default for n in outs]
+    pointwise = all(is_pointwise(n) or (n in outs and n.target is torch.ops.aten.sum.default) for n in nodes)
+    fits = all(v.shape == shape or v.ndim == 0 for v in values)
+    small = any(o.meta["val"].ndim == 0 for o, s in zip(outs, sums, strict=True) if not s)
+    if not pointwise or not fits or small or shape.numel() < 2 * TILE:
+        return None
+    size, dtypes = shape.numel(), [o.meta["val"].dtype for o in outs]
+
+    def run(*xs: torch.Tensor) -> list[torch.Tensor]:
+        if any(x.is_cuda or not x.is_contiguous() for x in xs):
+            return forward(*xs)
+        flat = [x.view(-1) if x.ndim else x for x in xs]
+        device = xs[0].device
+        whole = [
+            torch.zeros((), dtype=d) if s else torch.empty(size, dtype=d, device=device)
+            for d, s in zip(dtypes, sums, strict=True)
+        ]
+        for start in range(0, size, TILE):
+            part = forward(*(x[start : start + TILE] if x.ndim else x for x in flat))
+            for to, x, is_sum in zip(whole, part, sums, strict=True):
+                if is_sum:
+                    to += x
+                else:
+                    to[start : start + TILE] = x
+        return [w if s else w.view(shape) for w, s in zip(whole, sums, strict=True)]
+
+    return run
+
+
+def is_pointwise(n: fx.Node) -> bool:
+    """Whether a node computes each element of its result from the elements at the same place."""
+    tags = getattr(n.target, "tags", ())
+    return n.target in POINTWISE or (torch.Tag.pointwise in tags and not n.target._schema.is_mutable)
 
 
 class _Forward(torch.nn.Module):

@@ -13,6 +13,7 @@ from .errors import NonFiniteError, OptimizerError, StateError, fail
 from .layout import Layout
 from .mesh import Mesh
 from .optim import Transform
+from .passes.fuse import fuse
 from .passes.stitch import Funcs, Stitcher
 from .passes.training import gradient_sections, loss_function, optimizer_sections
 from .program import CollectiveNode, Program, Section
@@ -87,6 +88,7 @@ class Step(Common):
             sections["following"] = g.following
         sections |= {"finish": g.finish, "check": u.check, "update": u.update}
         for section in sections.values():
+            fuse(section)
             section.donate()
         self.program = Program(mesh, sections)
 

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 
 from .. import tree
+from ..backend import POINTWISE, is_pointwise
 from ..layout import ParamTypes
 from ..optim import Transform, apply_updates, global_norm
 from ..program import Section
 from ..spec import Type
 from ..trace import block, trace
-from ..unit import Aval, GlobalProgram
+from ..unit import Aval, GlobalProgram, Unit
 from .order import by_output
 from .stitch import Stitcher, gradient_type, needs_gradient, reached_by_cotangents
 
@@ -164,6 +165,12 @@ def _mean(g: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     return g / count.to(g.dtype)
 
 
+def _is_cheap(unit: Unit) -> bool:
+    """Whether a unit is one pointwise operator for each element, casts aside."""
+    work = [n for n in unit.graph.nodes if n.op == "call_function" and n.target not in POINTWISE]
+    return len(work) <= 1 and all(is_pointwise(n) for n in work)
+
+
 def _quotient(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     return total / count
 
@@ -227,8 +234,10 @@ def optimizer_sections(
         [resolved(s.types[f.values[o]]) for o in program.outputs[:2]],
         "check",
     )
-    late = by_output(rows, program.outputs[2 : 2 + n], program.outputs[2 + n :], done=early)
-    made = {o for k in early for row in rows[k] for o in row.outs}
+    # What is as cheap as reading its result is made again by the update, and not kept in between.
+    kept = [k for k in early if not _is_cheap(program.units[rows[k][0].unit])]
+    late = by_output(rows, program.outputs[2 : 2 + n], program.outputs[2 + n :], done=kept)
+    made = {o for k in kept for row in rows[k] for o in row.outs}
     used = {a for k in late for row in rows[k] for a in row.args}
     carried = sorted({f.values[a] for a in (used | set(program.outputs[2:])) & made})
     # Gradients that the update takes as they came stay alive across the check.
@@ -263,7 +272,7 @@ def loss_function(loss_fn: Callable[..., Any]) -> Callable[..., list[torch.Tenso
                 ShapeError,
                 call=f"{getattr(loss_fn, '__name__', 'loss_fn')}(params, batch)",
                 got=f"({', '.join(kinds)})" if isinstance(out, tuple) else kinds[0],
-                number="the result is not (sum, count) or (sum, count, aux), sum and count 0-dim tensors, sum floating point",
+                number="the result is not (sum, count) or (sum, count, aux) of 0-dim tensors, the sum floating point",
                 rule="a loss is a sum and the count that normalises it: a mean of means weighs tokens unequally",
                 fix="return nll.sum(), valid.sum()",
             )
