@@ -1,6 +1,7 @@
 """The user's own source lines: recorded for each operator while a function is traced, read off nodes in messages."""
 
 import contextlib
+import functools as ft
 import inspect
 import linecache
 import os
@@ -49,6 +50,7 @@ def labels(fn: Callable[..., Any], args: tree.TreeDef) -> list[str]:
     return out
 
 
+@ft.cache
 def _machinery(file: str) -> bool:
     inside = file.removeprefix(_PACKAGE)
     ours = inside != file and not inside.startswith(("nn" + os.sep, "models" + os.sep))
@@ -62,12 +64,22 @@ class _Lines(TorchFunctionMode):
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        frame: FrameType | None = sys._getframe(1)
-        while frame is not None and _machinery(frame.f_code.co_filename):
-            frame = frame.f_back
-        if frame is not None:
-            fx_traceback.set_stack_trace([_shown(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)])
+        note_line()
         return func(*args, **(kwargs or {}))
+
+
+def note_line() -> None:
+    """Lets the nodes that are made next remember the line of the user's that is being run."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and _machinery(frame.f_code.co_filename):
+        frame = frame.f_back
+    if frame is not None:
+        fx_traceback.set_stack_trace([_shown(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)])
+
+
+def noted_line() -> str:
+    """What `note_line` found last."""
+    return fx_traceback.get_current_meta().get("stack_trace", "")
 
 
 def _shown(file: str, line: int, function: str) -> str:

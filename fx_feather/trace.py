@@ -3,20 +3,21 @@
 import contextlib
 import dataclasses
 import functools as ft
+import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor_tree
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import tree
 from .errors import FeatherError, ShapeError, SpecError, fail
 from .record import CallRecorder, place, record
-from .source import labels, user_line, watched
+from .source import labels, note_line, noted_line, user_line, watched
 from .unit import Aval, GlobalProgram, Region, Unit, cut, merge_equal
 
 _library = torch.library.Library("fx_feather", "FRAGMENT")
@@ -32,7 +33,8 @@ torch.library.register_fake("fx_feather::constrain", lambda x, dims: torch.empty
 class _Trace:
     """What is known while a function is traced: its blocks so far."""
 
-    mode: contextlib.AbstractContextManager[Any]
+    #: Of the outer trace; none where every tensor is on the meta device.
+    mode: FakeTensorMode | None
     calls: CallRecorder | None = None
     blocks: list[Unit] = dataclasses.field(default_factory=list)
     outs: list[tuple[list[Aval], Any]] = dataclasses.field(default_factory=list)
@@ -42,13 +44,21 @@ class _Trace:
     #: Keeps alive what the keys of `ids` name by identity, so that no new object takes its place.
     kept: list[Any] = dataclasses.field(default_factory=list)
 
+    def fakes(self, avals: Sequence[Aval]) -> list[torch.Tensor]:
+        """Tensors without memory. A mode that makes them asks ten times as much, and a model has thousands."""
+        with _disable_current_modes(), torch._C.DisableTorchFunction():
+            metas = [torch.empty(a.shape, dtype=a.dtype, device="meta") for a in avals]
+            if self.mode is None:
+                return metas
+            return [FakeTensor(self.mode, m, torch.device(a.device)) for m, a in zip(metas, avals, strict=True)]
+
 
 _current: _Trace | None = None
 
 
 def _block_outputs(args: list[torch.Tensor], id: int, rows: int) -> list[torch.Tensor]:
     assert _current is not None, "a block node exists inside of a trace only"
-    return [a.fake() for _ in range(rows) for a in _current.outs[id][0]]
+    return _current.fakes(_current.outs[id][0] * rows)
 
 
 def _region_outputs(args: list[torch.Tensor], id: int) -> list[torch.Tensor]:
@@ -152,14 +162,12 @@ class Block:
             return [self.fn(*row) for row in rows]
         function = (self.name, _identity(self.fn, _current.kept))
         groups: dict[int, list[tuple[int, list[torch.Tensor]]]] = {}
-        for at, row in enumerate(rows):
-            leaves, treedef = tree.flatten(row)
-            tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-            static = tuple(None if isinstance(x, torch.Tensor) else _identity(x, _current.kept) for x in leaves)
-            key = (function, treedef, static, tuple((x.shape, x.dtype) for x in tensors))
-            if key not in _current.ids:
-                _current.ids[key] = _trace_block(_current, self.fn, self.name, leaves, treedef)
-            groups.setdefault(_current.ids[key], []).append((at, tensors))
+        with torch._C.DisableTorchFunction():  # a question about a shape is no operator
+            keys = [_key(_current, row) for row in rows]
+        for at, (key, leaves, treedef, tensors) in enumerate(keys):
+            if (function, key) not in _current.ids:
+                _current.ids[function, key] = _trace_block(_current, self.fn, self.name, leaves, treedef)
+            groups.setdefault(_current.ids[function, key], []).append((at, tensors))
         results: list[Any] = [None] * len(rows)
         for id, members in groups.items():
             avals, out_tree = _current.outs[id]
@@ -172,20 +180,30 @@ class Block:
         return results
 
 
+def _key(trace: _Trace, row: tuple[Any, ...]) -> tuple[Any, list[Any], Any, list[torch.Tensor]]:
+    """What is equal for argument tuples that trace alike; and the tuple's leaves, structure and tensors."""
+    leaves, treedef = tree.flatten(row)
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    parts = tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else _identity(x, trace.kept) for x in leaves)
+    return (treedef, parts), leaves, treedef, tensors
+
+
 def _emit_block(tensors: list[torch.Tensor], id: int, rows: int) -> list[torch.Tensor]:
     assert _current is not None
     if _current.calls is not None:
-        with _disable_current_modes():
-            return _current.calls.call(id, tensors, rows, lambda: _block_outputs(tensors, id, rows))
-    # The node is made by hand: parameters that come straight from outside need none, and the dispatcher has no say.
+        return _current.calls.call(id, tensors, rows, lambda: _block_outputs(tensors, id, rows))
+    # The nodes are made by hand: parameters that come straight from outside need none, and the dispatcher has no say.
     tracer = get_proxy_mode().tracer
-    operands = [tracer.tensor_tracker[x].proxy if x in tracer.tensor_tracker else x for x in tensors]
-    proxies = [p for p in operands if isinstance(p, fx.Proxy)]
-    proxy = tracer.create_proxy("call_function", torch.ops.fx_feather.block.default, (proxies, id, rows), {})
-    proxy.node.meta["operands"] = [p.node if isinstance(p, fx.Proxy) else p for p in operands]
-    with _disable_current_modes(), _current.mode:
-        out = _block_outputs(tensors, id, rows)
-    track_tensor_tree(out, proxy, constant=None, tracer=tracer)
+    operands = [tracer.tensor_tracker[x].proxy.node if x in tracer.tensor_tracker else x for x in tensors]
+    nodes = [x for x in operands if isinstance(x, fx.Node)]
+    node = tracer.graph.call_function(torch.ops.fx_feather.block.default, (nodes, id, rows))
+    node.meta["operands"] = operands
+    note_line()
+    out = _block_outputs(tensors, id, rows)
+    for i, x in enumerate(out):
+        item = tracer.graph.call_function(operator.getitem, (node, i))
+        item.meta |= {"val": x, "stack_trace": noted_line()}
+        track_tensor(x, fx.Proxy(item, tracer), constant=None, tracer=tracer)
     return out
 
 
@@ -225,7 +243,7 @@ def _trace_block(trace: _Trace, fn: Callable[..., Any], label: str, leaves: list
     trace.inside = True
     try:
         # The block is traced by itself: none of the modes of the outer trace may see its operators.
-        with _disable_current_modes(), trace.mode:
+        with _disable_current_modes(), trace.mode or contextlib.nullcontext():
             unit = _trace_unit(flat, avals, label, trace.calls is not None)
     finally:
         trace.inside = False
@@ -319,10 +337,11 @@ def trace(fn: Callable[..., Any], args: Any, name: str = "main", operators: bool
 
     if operators:
         return _trace_calls(flat, avals, name, lambda: out_tree)
-    state = _Trace(FakeTensorMode())
-    with _tracing(state), state.mode:
+    mode = FakeTensorMode()
+    state = _Trace(mode)
+    with _tracing(state), mode:
         # The inputs are closed over: most are parameters that only blocks use, and need no node in the outer graph.
-        fakes = [a.fake() for a in avals]
+        fakes = state.fakes(avals)
         whole = _trace_graph(lambda: flat(*fakes), [], name)
     merge_equal(whole.graph)
     return cut(whole, state.blocks, fakes, labels(fn, treedef), out_tree)
@@ -334,8 +353,8 @@ def _trace_calls(
     # On the meta device an operator costs least, and no composite one has to choose its kernels.
     device = avals[0].device if avals else "cpu"
     recorder = CallRecorder()
-    state = _Trace(contextlib.nullcontext(), recorder)
-    tensors = [dataclasses.replace(a, device="meta").fake() for a in avals]
+    state = _Trace(None, recorder)
+    tensors = state.fakes(avals)
     inputs = tuple(recorder.value(x) for x in tensors)
     with _tracing(state), recorder:
         outs = flat(*tensors)
