@@ -62,9 +62,9 @@ def _maker(instrs: list[Instr | None], b: int) -> int | None:
         first = instrs[a]
         if first is None or len(first.ins) != len(second.ins) or not computes_pointwise(first.func):
             continue
-        if not _links(first, second) or any(
-            not wanted[r] & set(outs) or _size(first.func) != _size(second.func) for r, outs in enumerate(first.outs)
-        ):
+        if not _links(first, second) or _size(first.func) != _size(second.func):
+            continue
+        if any(not wanted[r] & set(outs) for r, outs in enumerate(first.outs)):
             continue
         made = {v: r for r, outs in enumerate(first.outs) for v in outs}
         # Nobody may need it in between, and each row of the call takes from its own row only.
