@@ -14,7 +14,7 @@ from .. import tree
 from ..errors import LayoutError, ShapeError, fail, message, raise_all
 from ..layout import Layout
 from ..mesh import Mesh
-from ..spec import Type, assemble, pad_to, slices
+from ..spec import Type, assemble, slices
 from .families import Family, of_json
 from .file import Entry, entries, write
 from .model import Model
@@ -84,7 +84,7 @@ def load(
     model = Model(config, source, dtypes)
     template = tree.leaves(model.template)
     bounds: list[Sequence[slice] | None] = [None] * len(parts)
-    shapes: list[tuple[int, ...] | None] = [None] * len(parts)
+    shapes = [p.shape for p in parts]
     if mesh is not None and layout is not None:
         layout.check_axes(mesh)
         own = _rank(mesh) if rank is None else rank
@@ -95,12 +95,13 @@ def load(
     def get(name: str, wanted: tuple[slice, ...]) -> Tensor:
         return at[name].read(wanted)
 
-    leaves = []
-    for part, b, shape, d in zip(parts, bounds, shapes, dtypes, strict=True):
+    # All at first, so that what is held in between does not lie between them, where it would leave holes.
+    leaves = [torch.empty(shape, dtype=d) for shape, d in zip(shapes, dtypes, strict=True)]
+    for leaf, part, b in zip(leaves, parts, bounds, strict=True):
         value = part.read(get, b)
-        value = value.to(d).contiguous() if shape is None else pad_to(value.to(d), shape).contiguous()
-        # A view of what was read would keep all of it.
-        leaves.append(value.clone() if value.untyped_storage().nbytes() > value.nbytes else value)
+        if value.shape != leaf.shape:
+            leaf.zero_()
+        leaf[tuple(slice(0, n) for n in value.shape)] = value.to(leaf.dtype)
     return model, tree.unflatten(treedef, leaves)
 
 

@@ -52,8 +52,8 @@ class Settings:
     def rope(self, theta: float) -> tuple[float, Scaling | None]:
         """The base and the scaling of rotary positions (`rope_parameters`, before `rope_theta` and `rope_scaling`)."""
         newer = self.json.get("rope_parameters") or {}
-        rope = {**newer, **(self.json.get("rope_scaling") or {})}
-        base = float(newer.get("rope_theta") or self.json.get("rope_theta") or theta)
+        rope = self.json.get("rope_scaling") or newer
+        base = float(rope.get("rope_theta") or newer.get("rope_theta") or self.json.get("rope_theta") or theta)
         kind = rope.get("rope_type") or rope.get("type") or "default"
         trained = rope.get("original_max_position_embeddings") or self.json.get("max_position_embeddings")
         if rope.get("partial_rotary_factor", 1.0) != 1.0:
