@@ -102,26 +102,25 @@ def _merge(
 ) -> tuple[Func, list[tuple[int, int]], list[tuple[int, int]]]:
     """One graph of two; and which operand or result of which of the two each of its own is."""
     graph = fx.Graph()
-    env: dict[fx.Node, fx.Node] = {}
+    # One function may be both: each side has its own table of nodes.
+    tables: tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]] = ({}, {})
     ins: list[tuple[int, int]] = []
     outs_of_first = list(first.graph.output_node().args[0])
-    given = [n for n in second.graph.nodes if n.op == "placeholder"]
     for side, func in enumerate((first, second)):
         for i, n in enumerate(n for n in func.graph.nodes if n.op == "placeholder"):
-            if side == 1 and i in links:
-                continue
-            env[n] = graph.placeholder(f"x{len(ins)}")
-            env[n].meta = dict(n.meta)
-            ins.append((side, i))
-    for n in first.graph.nodes:
-        if n.op == "call_function":
-            env[n] = graph.node_copy(n, lambda x: env[x])
-    for j, k in links.items():
-        env[given[j]] = env[outs_of_first[k]]
-    for n in second.graph.nodes:
-        if n.op == "call_function":
-            env[n] = graph.node_copy(n, lambda x: env[x])
+            if side == 0 or i not in links:
+                p = tables[side][n] = graph.placeholder(f"x{len(ins)}")
+                p.meta = dict(n.meta)
+                ins.append((side, i))
+    for side, func in enumerate((first, second)):
+        table = tables[side]
+        if side == 1:
+            given = [n for n in func.graph.nodes if n.op == "placeholder"]
+            table.update({given[j]: tables[0][outs_of_first[k]] for j, k in links.items()})
+        for n in func.graph.nodes:
+            if n.op == "call_function":
+                table[n] = graph.node_copy(n, table.__getitem__)
     results = list(second.graph.output_node().args[0])
     outs = [(0, k) for k in needed] + [(1, k) for k in range(len(results))]
-    graph.output([env[outs_of_first[k]] for k in needed] + [env[r] for r in results])
+    graph.output([tables[0][outs_of_first[k]] for k in needed] + [tables[1][r] for r in results])
     return Func(f"{first.name}+{second.name}", graph), ins, outs
