@@ -91,7 +91,7 @@ def lines(what: str) -> Iterator[None]:
     """Within the block operators that are traced remember the user's line.
 
     Raises:
-        FeatherError: code that depends on the values of tensors, which a trace doesn't know.
+        FeatherError: code that depends on the values of tensors, which a trace doesn't know, or on hidden tensors.
     """
     try:
         with fx_traceback.preserve_node_meta(), _Lines():
@@ -107,6 +107,18 @@ def lines(what: str) -> Iterator[None]:
             fix="torch.where(mask, x, 0.0) in place of x[mask]"
             if shape
             else "torch.where(condition, a, b) in place of if",
+        )
+    except AssertionError as e:
+        # What torch says of a real tensor among those of a trace.
+        if "convert all Tensors to FakeTensors" not in str(e):
+            raise
+        fail(
+            FeatherError,
+            call=f"{what} at {_line_of(e)}",
+            got=str(e).rpartition("Found in ")[2],
+            number="1 tensor is closed over: it is neither an argument nor made here",
+            rule="whatever a function reads is an argument: hidden tensors have no dims that a layout could split",
+            fix="pass the tensor in the batch or among the parameters, or make it inside of the function",
         )
 
 

@@ -1,214 +1,23 @@
-"""Property tests of one's own model: strategies for meshes, layouts and batches, and the law they are held to."""
+"""The law of layouts: what a function computes on a mesh is what it computes on one device, leaf by leaf."""
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 
-from . import tree
-from .compile import compile, value_and_grad
-from .compiled import BUCKET_BYTES
-from .errors import FeatherError, fail, message
-from .layout import PADDED_DIMS, Layout, Precision, Store
-from .mesh import Mesh, as_axes
-from .optim import Transform, apply_updates, global_norm, sgd
-from .param import Param, init
-from .spec import P
-from .step import State, Step, compile_step
-
-if TYPE_CHECKING:
-    from hypothesis.strategies import SearchStrategy
-
-Kind = Callable[[str], Layout]
-
-
-def _zero(stage: int) -> Kind:
-    def kind(axis: str) -> Layout:
-        row = {"embed": axis}
-        tables = [row if stage >= least else {} for least in (3, 2, 1)]
-        return Layout(compute={"batch": axis}, store=Store(*tables))
-
-    return kind
-
-
-def _tensor(*dims: str) -> Kind:
-    return lambda axis: Layout(compute=dict.fromkeys(dims, axis))
-
-
-#: What one mesh axis may be used for, by the names of the layouts package; each takes the axis.
-KINDS: Mapping[str, Kind] = {
-    "single": lambda axis: Layout(),
-    "ddp": _zero(0),
-    "zero1": _zero(1),
-    "zero2": _zero(2),
-    "fsdp": _zero(3),
-    "tp": _tensor("heads", "kv_heads", "mlp", "vocab"),
-    "tp_sp": _tensor("heads", "kv_heads", "mlp", "vocab", "residual_seq"),
-}
-
-
-def _strategies() -> Any:
-    try:
-        import hypothesis.strategies
-    except ImportError:
-        fail(
-            FeatherError,
-            call="fx_feather.testing: a strategy",
-            got="no package hypothesis in this environment",
-            number="1 package is missing: hypothesis",
-            rule="strategies are for tests alone, so hypothesis is no dependency of fx_feather itself",
-            fix="pip install hypothesis",
-        )
-    return hypothesis.strategies
-
-
-def meshes(max_size: int = 8, axes: Sequence[str] = ("dp", "tp"), min_size: int = 1) -> "SearchStrategy[Mesh]":
-    """Meshes of some of the axes, in their order, with at most `max_size` ranks; they shrink to one rank.
-
-    Args:
-        max_size: ranks at most.
-        axes: names; each is there or not.
-        min_size: ranks at least.
-
-    >>> from hypothesis import find
-    >>> find(meshes(), lambda mesh: mesh.size >= 4 and "tp" in mesh)
-    Mesh(tp=4)
-    """
-    st = _strategies()
-    choices = []
-    for k in range(len(axes) + 1):
-        for names in itertools.combinations(axes, k):
-            ranges = [range(2, max_size + 1)] * k
-            choices += [
-                Mesh(**dict(zip(names, sizes, strict=True)))
-                for sizes in itertools.product(*ranges)
-                if min_size <= math.prod(sizes) <= max_size
-            ]
-    return st.sampled_from(sorted(choices, key=lambda m: (m.size, len(m.axes))))
-
-
-def compositions(
-    mesh: Mesh, kinds: Mapping[str, Kind] = KINDS, sizes: Mapping[str, int] | None = None
-) -> dict[str, Layout]:
-    """Every way to use each axis of a mesh for one kind, by a name such as `fsdp@dp | tp@tp`.
-
-    Args:
-        mesh: the ranks.
-        kinds: what an axis may be used for: functions of the axis, such as `{"fsdp": layouts.fsdp}`.
-        sizes: of dims of the model and batch, by name. Layouts that would split one of them unevenly are left out.
-
-    >>> list(compositions(Mesh(a=2, b=2), {"ddp": KINDS["ddp"], "tp": KINDS["tp"]}, {"heads": 2}))
-    ['ddp@a | ddp@b', 'ddp@a | tp@b', 'tp@a | ddp@b']
-    """
-    out = {}
-    for names in itertools.product(kinds, repeat=len(mesh.axes)):
-        layout = Layout()
-        for name, axis in zip(names, mesh.axes, strict=True):
-            layout = layout | kinds[name](axis)
-        uneven = [
-            dim
-            for dim, axes in layout.compute.items()
-            if dim not in PADDED_DIMS and (sizes or {}).get(dim, 0) % mesh.count(as_axes(axes))
-        ]
-        if not uneven:
-            text = " | ".join(f"{name}@{axis}" for name, axis in zip(names, mesh.axes, strict=True))
-            out[text or "single"] = layout
-    return out
-
-
-def layouts(
-    mesh: Mesh, kinds: Mapping[str, Kind] = KINDS, sizes: Mapping[str, int] | None = None
-) -> "SearchStrategy[Layout]":
-    """Layouts that use each axis of `mesh` for one kind; arguments as for `compositions`.
-
-    >>> from hypothesis import find
-    >>> find(layouts(Mesh(dp=2)), lambda layout: layout.store.params).compute
-    {'batch': ('dp',)}
-    """
-    return _strategies().sampled_from(list(compositions(mesh, kinds, sizes).values()))
-
-
-def parallelisms(
-    max_size: int = 8,
-    axes: Sequence[str] = ("dp", "tp"),
-    kinds: Mapping[str, Kind] = KINDS,
-    sizes: Mapping[str, int] | None = None,
-) -> "SearchStrategy[tuple[Mesh, Layout]]":
-    """Pairs of a mesh and a layout for it; arguments as for `meshes` and `compositions`.
-
-    >>> from hypothesis import find
-    >>> mesh, layout = find(parallelisms(), lambda pair: "mlp" in pair[1].compute)
-    >>> mesh, layout.compute["mlp"]
-    (Mesh(dp=2), ('dp',))
-    """
-    st = _strategies()
-    of_mesh = meshes(max_size, axes).filter(lambda mesh: compositions(mesh, kinds, sizes))
-    return of_mesh.flatmap(lambda mesh: st.tuples(st.just(mesh), layouts(mesh, kinds, sizes)))
-
-
-def specs(shape: Sequence[int], mesh: Mesh, partial: bool = True) -> "SearchStrategy[P]":
-    """Specs of a tensor: each axis of `mesh` splits one of its dims, or none, or leaves a pending sum.
-
-    >>> from hypothesis import find
-    >>> find(specs((4, 6), Mesh(dp=2, tp=2)), lambda spec: spec.partial and spec.dims[1])
-    P(None, 'dp', partial='tp')
-    """
-    st = _strategies()
-    places: list[Any] = [None, *range(len(shape)), *(["partial"] if partial else [])]
-
-    def spec(choice: tuple[Any, ...]) -> P:
-        at = dict(zip(mesh.axes, choice, strict=True))
-        dims = [tuple(a for a in mesh.axes if at[a] == d) or None for d in range(len(shape))]
-        return P(*dims, partial=tuple(a for a in mesh.axes if at[a] == "partial") or None)
-
-    return st.tuples(*[st.sampled_from(places)] * len(mesh.axes)).map(spec)
-
-
-def batches(example: Any, ignored: Mapping[str, int] | None = None) -> "SearchStrategy[Any]":
-    """Batches like an example: floats are normal, integers lie between the example's smallest and largest.
-
-    Args:
-        example: a pytree of tensors.
-        ignored: for leaves, by their key in the example, the label that does not count. It is set unevenly: in some
-            rows nowhere, in some at places, in some all along, but never in all rows.
-
-    >>> from hypothesis import find
-    >>> like = {"x": torch.zeros(2, 3), "label": torch.tensor([0, 9])}
-    >>> find(batches(like, {"label": -100}), lambda batch: -100 in batch["label"])["label"].min()
-    tensor(-100)
-    """
-    st = _strategies()
-    wanted = {f"[{key!r}]": value for key, value in (ignored or {}).items()}
-    leaves, treedef = tree.flatten(example)
-    paths = tree.paths_of(treedef)
-
-    def one(drawn: tuple[int, list[str], int]) -> Any:
-        seed, rows, counted = drawn
-        g = torch.Generator().manual_seed(seed)
-        out = []
-        for path, like in zip(paths, leaves, strict=True):
-            x = _random(like, g)
-            for row in range(len(x) if path in wanted else 0):
-                kind = "none" if row == counted % len(x) else rows[row % len(rows)]
-                if kind == "all":
-                    x[row] = wanted[path]
-                elif kind == "some":
-                    x[row] = torch.where(torch.rand(x[row].shape, generator=g) < 0.5, wanted[path], x[row])
-            out.append(x)
-        return tree.unflatten(treedef, out)
-
-    kinds = st.lists(st.sampled_from(["none", "some", "all"]), min_size=1, max_size=8)
-    return st.tuples(st.integers(0, 2**31), kinds, st.integers(0, 7)).map(one)
-
-
-def _random(like: torch.Tensor, g: torch.Generator) -> torch.Tensor:
-    if like.is_floating_point():
-        return torch.randn(like.shape, generator=g, dtype=torch.float64).to(like.dtype)
-    low, high = (int(like.min()), int(like.max())) if like.numel() else (0, 0)
-    return torch.randint(low, high + 1, like.shape, generator=g).to(like.dtype)
+from .. import tree
+from ..compiler import compile, value_and_grad
+from ..compiled import BUCKET_BYTES, Common
+from ..errors import message
+from ..layout import Layout, Precision
+from ..mesh import Mesh
+from ..optim import Transform, apply_updates, global_norm, sgd
+from ..param import Param, init
+from ..spec import Type, slices
+from ..step import State, Step, compile_step
 
 
 @dataclasses.dataclass(frozen=True)
@@ -302,16 +111,17 @@ def assert_equivalent(
 
     whole = fn(params, batch)
     if not _is_loss(whole):
-        law.hold(_rows("output", compile(fn, **settings).simulate(params, batch), whole))
+        law.hold(_rows("output", _watched(compile(fn, **settings)).simulate(params, batch), whole))
         return law.worst
 
     want, grads = value_and_grad(fn)(params, batch)
     if optimizer is None and accumulate == 1:
-        got, got_grads = compile(value_and_grad(fn), **settings, reshard=reshard).simulate(params, batch)
+        both = _watched(compile(value_and_grad(fn), **settings, reshard=reshard))
+        got, got_grads = both.simulate(params, batch)
         step = None
     else:
         how = {"accumulate": accumulate, "remat": remat, "reshard": reshard, "bucket_bytes": bucket_bytes}
-        step = compile_step(fn, optimizer or sgd(lr=1.0), **settings, **how)  # type: ignore[arg-type]
+        step = _watched(compile_step(fn, optimizer or sgd(lr=1.0), **settings, **how))  # type: ignore[arg-type]
         got, got_grads = _gradients(step, params, batch)
     # What is smaller than the rounding of the largest leaf says nothing.
     least = 10 * torch.finfo(dtype or torch.float32).eps / rtol * global_norm(grads).item()
@@ -330,6 +140,35 @@ def assert_equivalent(
             params = apply_updates(params, updates)
         law.hold([*_rows("params", state.params, params, start=first), *_rows("optimizer state", state.opt, opt)])
     return law.worst
+
+
+_Compiled = TypeVar("_Compiled", bound=Common)
+
+
+def _watched(program: _Compiled) -> _Compiled:
+    """The same, but whatever it gives back must be alike, bit for bit, on all ranks that should hold the same."""
+    gather, mesh = program.gather, program.mesh
+
+    def watched(values: Sequence[list[torch.Tensor]], types: Sequence[Type]) -> list[torch.Tensor]:
+        for ranks, t in zip(values, types, strict=True):
+            same = [a for a in mesh.axes if a not in t.sharded | t.partial]
+            for first, *others in mesh.groups(tuple(same)) if same else ():
+                where = tuple(slice(0, s.stop - s.start) for s in slices(t, mesh, first))
+                apart = [r for r in others if not ranks[r][where].equal(ranks[first][where])]
+                if apart and not ranks[first][where].isnan().any():
+                    raise AssertionError(
+                        message(
+                            call="assert_equivalent(...)",
+                            got=f"a value {t} that differs between rank {first} and ranks {apart}, on {mesh!r}",
+                            number=f"{len(apart)} of {len(others)} ranks hold other bits than rank {first}",
+                            rule=f"a value that {same} do not split is the same on all of their ranks",
+                            fix="look for a random number, or a sum left out, where it is made",
+                        )
+                    )
+        return gather(values, types)
+
+    program.gather = watched  # type: ignore[method-assign]
+    return program
 
 
 def _as_param(p: Param, dtype: torch.dtype) -> Param:
