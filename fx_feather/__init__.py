@@ -20,9 +20,9 @@ from .trace import block as block
 from .trace import constrain as constrain
 
 # Compiling and running.
-from .compile import Compiled as Compiled
-from .compile import compile as compile
-from .compile import value_and_grad as value_and_grad
+from .compiler import Compiled as Compiled
+from .compiler import compile as compile
+from .compiler import value_and_grad as value_and_grad
 from .step import State as State
 from .step import Step as Step
 from .step import compile_step as compile_step

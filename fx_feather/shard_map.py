@@ -118,9 +118,9 @@ def shard_map(f: Callable[..., Any], *, mesh: Mesh, in_specs: Any, out_specs: An
 
     Source: JAX, `jax.shard_map` and its varying types.
 
-    >>> mesh = Mesh(tp=2)
-    >>> f = shard_map(lambda x: psum(x.sum(), "tp"), mesh=mesh, in_specs=P("tp"), out_specs=P())
-    >>> f(torch.arange(4.0))
+    >>> import fx_feather as ff
+    >>> total = ff.shard_map(lambda x: ff.psum(x.sum(), "tp"), mesh=ff.Mesh(tp=2), in_specs=ff.P("tp"), out_specs=ff.P())
+    >>> total(torch.arange(4.0))
     tensor(6.)
     """
     name = getattr(f, "__name__", "f")

@@ -34,7 +34,7 @@ FLOORS = (
     {"pipeline"},
     {"inputs", "manual"},
     {"compiled", "shard_map"},
-    {"compile", "step"},
+    {"compiler", "step"},
     {"testing"},
 )
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
