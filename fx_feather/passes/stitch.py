@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -32,6 +33,13 @@ class Funcs:
     units: dict[Any, LocalUnit] = dataclasses.field(default_factory=dict)
     others: dict[Any, Func] = dataclasses.field(default_factory=dict)
     results: dict[Func, list[Place]] = dataclasses.field(default_factory=dict)
+    places: dict[Type, Place] = dataclasses.field(default_factory=dict)
+
+    def place(self, t: Type) -> Place:
+        """Where a value lies in memory in the order of its dims."""
+        if t not in self.places:
+            self.places[t] = Place.contiguous(t, self.mesh)
+        return self.places[t]
 
     def result_places(self, func: Func) -> list[Place]:
         """How the results of a function lie in memory."""
@@ -105,7 +113,7 @@ class Stitcher:
     def new(self, t: Type, place: Place | None = None) -> int:
         """A new value, contiguous unless its place is given."""
         v = len(self.types)
-        self.types[v], self.places[v] = t, place or Place.contiguous(t, self.mesh)
+        self.types[v], self.places[v] = t, place or self.funcs.place(t)
         return v
 
     def like(self, values: Sequence[int]) -> list[int]:
@@ -124,7 +132,7 @@ class Stitcher:
         """The values, copied where they don't lie in memory in the order of their dims."""
         return [
             v
-            if self.places[v] == Place.contiguous(self.types[v], self.mesh)
+            if self.places[v] == self.funcs.place(self.types[v])
             else self.small(lambda x: [x.contiguous()], [v], self.types[v], "contiguous")
             for v in values
         ]
@@ -148,32 +156,40 @@ class Stitcher:
 
     def convert(self, values: Sequence[int], wanted: Sequence[Type], name: str, bucket: int | None = None) -> list[int]:
         """The values under other types; those that need communication travel in buckets of at most so many bytes."""
-        out = list(values)
+        return self.convert_rows([values], wanted, name, bucket)[0]
+
+    def convert_rows(
+        self, rows: Sequence[Sequence[int]], wanted: Sequence[Type], name: str, bucket: int | None = None
+    ) -> list[list[int]]:
+        """Like `convert`, for many rows of values that are alike: equal in types and places, column by column."""
+        out = [list(row) for row in rows]
+        relabeled: dict[tuple[Type, Place, Type], list[int]] = {}
         todo: list[int] = []
-        for k, (v, dst) in enumerate(zip(values, wanted, strict=True)):
-            if is_free(self.types[v], dst, self.mesh):
-                if self.types[v] != dst:
-                    # The same local value under another name would be freed twice; the alias is a value of its own.
-                    out[k] = self._relabel(v, dst)
-            else:
+        for k, (v, dst) in enumerate(zip(rows[0], wanted, strict=True)):
+            src = self.types[v]
+            if not is_free(src, dst, self.mesh):
                 todo.append(k)
-        for chunk in _buckets(todo, [self._bytes(v) for v in values], bucket):
-            pairs = [(self.types[values[k]], wanted[k]) for k in chunk]
-            func = self.funcs.conversion(pairs, [self.places[values[k]] for k in chunk], name)
-            for k, v in zip(
-                chunk, self.emit(func, [values[k] for k in chunk], [wanted[k] for k in chunk]), strict=True
-            ):
-                out[k] = v
+            elif src != dst:
+                relabeled.setdefault((src, self.places[v], dst), []).append(k)
+        for (_, place, dst), columns in relabeled.items():
+            # The same local value under another name would be freed twice; the alias is a value of its own.
+            func = self.funcs.small(lambda x: [x], [place], "relabel", device="meta")
+            made = iter(self.emit_rows(func, [[row[k]] for row in rows for k in columns], [dst]))
+            for row in out:
+                for k in columns:
+                    (row[k],) = next(made)
+        for columns in _buckets(todo, [self._bytes(rows[0][k]) for k in todo], bucket):
+            pairs = [(self.types[rows[0][k]], wanted[k]) for k in columns]
+            func = self.funcs.conversion(pairs, [self.places[rows[0][k]] for k in columns], name)
+            results = self.emit_rows(func, [[row[k] for k in columns] for row in rows], [dst for _, dst in pairs])
+            for row, converted in zip(out, results, strict=True):
+                for k, v in zip(columns, converted, strict=True):
+                    row[k] = v
         return out
 
-    def _relabel(self, v: int, dst: Type) -> int:
-        return self.small(lambda x: [x], [v], dst, "relabel")
-
     def _bytes(self, v: int) -> int:
-        t, n = self.types[v], 1
-        for s in t.local_shape(self.mesh):
-            n *= s
-        return n * t.dtype.itemsize
+        place = self.places[v]
+        return math.prod(place.shape) * place.dtype.itemsize
 
     def forward(self, program: GlobalProgram, inputs: Sequence[int], params: dict[int, Type]) -> "Forward":
         """Emits nothing yet: plans every call of a global program.
@@ -211,27 +227,31 @@ class Stitcher:
         """
         for k in range(len(f.calls)) if which is None else which:
             plan = f.calls[k].plan
-            placed: dict[Any, list[tuple[Call, list[int]]]] = {}
+            alike: dict[Any, list[Call]] = {}
             for call in f.calls[k].rows:
-                args = self._arguments(f, call, plan)
+                places = tuple(self.places[f.values[a]] for a in call.args)
                 want = tuple(needs.get(a, False) for a in call.args), tuple(o in cts for o in call.outs)
-                placed.setdefault((tuple(self.places[a] for a in args), *want), []).append((call, args))
-            for (places, want_in, want_out), rows in placed.items():
-                unit = self.funcs.unit(plan, places, want_in, want_out)
+                alike.setdefault((places, *want), []).append(call)
+            for (_, want_in, want_out), calls in alike.items():
+                args = self._arguments(f, calls, plan, range(len(want_in)))
+                unit = self.funcs.unit(plan, [self.places[v] for v in args[0]], want_in, want_out)
                 saved_types = [Type.whole(n.meta["val"]) for n in unit.saved_nodes]
-                made = self.emit_rows(unit.forward, [args for _, args in rows], [*plan.out_types, *saved_types])
-                for (call, args), outs in zip(rows, made, strict=True):
+                made = self.emit_rows(unit.forward, args, [*plan.out_types, *saved_types])
+                for call, given, outs in zip(calls, args, made, strict=True):
                     f.values.update(zip(call.outs, outs[: unit.outputs], strict=True))
-                    f.records.append(Record(call, plan, unit, args, outs[unit.outputs :]))
+                    f.records.append(Record(call, plan, unit, given, outs[unit.outputs :]))
 
-    def _arguments(self, f: "Forward", call: Call, plan: Plan, only: Sequence[int] | None = None) -> list[int]:
-        """The arguments of a call, or those at some positions; all parameters among them are gathered together."""
-        wanted = range(len(call.args)) if only is None else only
-        args = {i: f.values[call.args[i]] for i in wanted}
-        at = [i for i in wanted if call.args[i] in f.in_use]
-        gathered = self.convert([args[i] for i in at], [plan.in_types[i] for i in at], f"{plan.unit.name}.gather")
-        args.update(zip(at, gathered, strict=True))
-        return list(args.values())
+    def _arguments(self, f: "Forward", calls: Sequence[Call], plan: Plan, which: Sequence[int]) -> list[list[int]]:
+        """The arguments at some positions of calls that are alike; all parameters of a call are gathered together."""
+        rows = [[f.values[call.args[i]] for i in which] for call in calls]
+        at = [k for k, i in enumerate(which) if calls[0].args[i] in f.in_use]
+        if at:
+            wanted = [plan.in_types[which[k]] for k in at]
+            gathered = self.convert_rows([[row[k] for k in at] for row in rows], wanted, f"{plan.unit.name}.gather")
+            for row, values in zip(rows, gathered, strict=True):
+                for k, v in zip(at, values, strict=True):
+                    row[k] = v
+        return rows
 
     def run_backward(
         self,
@@ -255,7 +275,7 @@ class Stitcher:
             if unit.backward is None:
                 continue
             again = reshard and k > 0
-            args = self._arguments(f, r.call, r.plan, unit.keeps) if again else [r.args[i] for i in unit.keeps]
+            args = self._arguments(f, [r.call], r.plan, unit.keeps)[0] if again else [r.args[i] for i in unit.keeps]
             given = self.contiguous([cts[r.call.outs[i]] for i in unit.cts])
             types = [r.plan.in_types[i].cotangent() for i in unit.grads]
             outs = self.emit(unit.backward, [*args, *r.saved, *given], types)
@@ -338,12 +358,12 @@ def _buckets(items: list[int], sizes: list[int], limit: int | None) -> list[list
         return [items] if items else []
     out: list[list[int]] = []
     filled = 0
-    for k in items:
-        if not out or filled + sizes[k] > limit:
+    for k, size in zip(items, sizes, strict=True):
+        if not out or filled + size > limit:
             out.append([])
             filled = 0
         out[-1].append(k)
-        filled += sizes[k]
+        filled += size
     return out
 
 
