@@ -14,9 +14,13 @@ _ALIGNED = 8
 """Sizes that the fused operator takes: multiples of 16 bytes in bf16."""
 
 
+def _fused(one: Tensor, two: Tensor, *sizes: int) -> bool:
+    """Whether torch has one operator for all groups, which needs no sizes on the host: in bf16, aligned."""
+    return one.dtype == two.dtype == torch.bfloat16 and not any(n % _ALIGNED for n in sizes)
+
+
 def _matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
-    fused = x.is_cuda and x.dtype == w.dtype == torch.bfloat16 and not (x.shape[1] % _ALIGNED or w.shape[2] % _ALIGNED)
-    if fused:
+    if _fused(x, w, x.shape[1], w.shape[2]):
         out = F.grouped_mm(x.contiguous(), w, offs=ends.to(torch.int32))
         # The operator leaves what lies after the last group as it finds it.
         row = torch.arange(x.shape[0], device=x.device)
@@ -30,6 +34,10 @@ def _matmul(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
 
 
 def _outer(x: Tensor, y: Tensor, ends: Tensor) -> Tensor:
+    if _fused(x, y, x.shape[1], y.shape[1]):
+        out = F.grouped_mm(x.contiguous().mT, y.contiguous(), offs=ends.to(torch.int32))
+        empty = torch.diff(ends, prepend=ends.new_zeros(1)) == 0
+        return torch.where(empty.view(-1, 1, 1), 0.0, out)
     out, start = x.new_zeros(ends.shape[0], x.shape[1], y.shape[1]), 0
     for group, end in enumerate(ends.tolist()):
         if end > start:

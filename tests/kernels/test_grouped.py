@@ -23,6 +23,25 @@ def test_grouped_matmul_and_its_vjps(ends):
     assert torch.autograd.gradgradcheck(lambda x, w: grouped_matmul(x, w, ends), (x, w))
 
 
+@pytest.mark.parametrize("ends", ENDS)
+def test_bf16_in_one_operator_is_the_loop(ends):
+    torch.manual_seed(0)
+    ends = torch.tensor(ENDS[ends])
+    x, w, c = torch.randn(9, 8), torch.randn(len(ends), 8, 16), torch.randn(9, 16)
+
+    def run(dtype, columns=16):
+        leaves = [t[..., :n].to(dtype).requires_grad_() for t, n in ((x, 8), (w, columns))]
+        out = grouped_matmul(*leaves, ends)
+        return out, *torch.autograd.grad(out, leaves, c[:, :columns].to(dtype))
+
+    for one, two in zip(run(torch.bfloat16), run(torch.float32), strict=True):
+        torch.testing.assert_close(one.float(), two, rtol=2e-2, atol=5e-2)
+        assert (one == 0).sum() >= (two == 0).sum()
+    # 13 columns are not aligned: a loop of the same products.
+    for one, two in zip(run(torch.bfloat16, 13), run(torch.float32, 13), strict=True):
+        torch.testing.assert_close(one.float(), two, rtol=2e-2, atol=5e-2)
+
+
 def test_the_joint_graph_has_no_size_that_depends_on_values():
     torch.manual_seed(0)
     args = [torch.randn(*s, dtype=torch.float64) for s in ((6, 4), (6, 2), (3, 4, 5), (3, 4, 5), (3, 5, 4))]
