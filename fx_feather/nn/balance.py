@@ -115,13 +115,15 @@ def penalty(penalties: Penalties, layers: list[Statistics], batch: int, seq: int
         batch, seq: sizes of the batch.
 
     Returns:
-        a scalar, or None where there is no penalty.
+        a scalar, or None where there is no penalty or no layer.
 
     >>> layer = {"load": torch.tensor([2.0, 2.0]), "share": torch.tensor([1.0, 1.0])}
     >>> penalty(Penalties(per_layer=0.5, pooled=0.5), [layer, layer], 1, 2)
     tensor(2.)
     """
     n, tokens = len(layers), batch * seq
+    if n == 0:
+        return None
     terms = []
     if penalties.per_layer:
         each = [balance(s["load"], s["share"], tokens) for s in layers]
@@ -133,7 +135,7 @@ def penalty(penalties: Penalties, layers: list[Statistics], batch: int, seq: int
         terms.append(torch.stack([s["sequence"] for s in layers]).sum() * (penalties.sequence / (n * batch)))
     if penalties.z:
         terms.append(torch.stack([s["z"] for s in layers]).sum() * (penalties.z / (n * tokens)))
-    return torch.stack(terms).sum() if terms and layers else None
+    return torch.stack(terms).sum() if terms else None
 
 
 def nudged(bias: Tensor, load: Tensor, rate: float = 0.001) -> Tensor:

@@ -2,14 +2,16 @@
 
 from typing import Any
 
+import hypothesis.strategies as st
 import pytest
 import torch
+from hypothesis import given, settings
 
 import fx_feather as ff
 import layouts
 from fx_feather import testing
 from fx_feather.models import deepseek_v2, deepseek_v3, gpt2, llama, mixtral, qwen3, qwen3_moe
-from fx_feather.nn.balance import Penalties
+from fx_feather.nn.balance import NONE, Penalties
 from fx_feather.nn.rope_scaling import Dynamic, Yarn
 
 F64: dict[str, Any] = {"vocab": 13, "dtype": torch.float64, "init_std": 0.3}
@@ -112,3 +114,77 @@ def test_statistics_count_each_token_once_whatever_is_recomputed_or_accumulated(
         step = ff.compile_step(module.loss(cfg), ff.adamw(lr=1e-3), **setup, **options)
         _, metrics = step.simulate(step.init(), batch())
         assert torch.equal(metrics["aux"]["load"], want)
+
+
+SHARDED: dict[str, Any] = {
+    "single": lambda axis: ff.Layout(),
+    "ddp": layouts.ddp,
+    "fsdp": layouts.fsdp,
+    "tp": layouts.tp,
+    "tp_sp": layouts.tp_sp,
+    "experts": lambda axis: ff.Layout(compute={"expert": axis}),
+    "inside experts": lambda axis: ff.Layout(compute={"expert_mlp": axis}),
+}
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> tuple[Any, Any, ff.Mesh, ff.Layout, int, int]:
+    """A family, a small config of it that the layout splits evenly, and rows and length of a batch."""
+    mesh, layout = draw(testing.parallelisms(8, ("dp", "ep", "tp"), SHARDED))
+
+    def several(dim: str, most: int, least: int = 1) -> int:
+        return mesh.count(layout.compute.get(dim, ())) * draw(st.integers(least, most))
+
+    base: dict[str, Any] = {
+        "vocab": draw(st.integers(2, 17)),
+        "layers": draw(st.integers(1, 2)),
+        "dtype": torch.float64,
+        "init_std": 0.3,
+    }
+    heads = several("heads", 2)
+    kv_heads = several("kv_heads", 1)
+    grouped = base | {"embed": draw(st.integers(2, 9)), "heads": kv_heads * draw(st.integers(1, 2)), "head_dim": 4}
+    grouped["kv_heads"] = kv_heads
+    experts = several("expert", 3, 2)
+    routed = {
+        "expert_mlp": several("expert_mlp", 3),
+        "experts": experts,
+        "top_k": draw(st.integers(1, min(3, experts))),
+    }
+    routed["capacity_factor"] = draw(st.sampled_from([None, 0.5, 1.0]))
+    routed["penalties"] = draw(st.sampled_from([NONE, EVERY]))
+    mlp = several("mlp", 3)
+    latent = base | routed | {
+        "embed": draw(st.integers(2, 9)), "heads": heads, "dense_layers": draw(st.integers(0, 1)), "kv_rank": 3,
+        "q_rank": draw(st.sampled_from([None, 2])), "plain_dim": 3, "rope_dim": 2, "value_dim": 2, "mlp": mlp,
+        # One block of the shared experts' joint size is split as a feed-forward block.
+        "shared_experts": mesh.count(layout.compute.get("mlp", ())),
+    }  # fmt: skip
+    rows, seq = several("batch", 2), several("residual_seq", 3)
+    match draw(st.sampled_from(["qwen3", "gpt2", "mixtral", "v2", "v3"])):
+        case "qwen3":
+            module, cfg = qwen3, qwen3.Qwen3Config(**grouped, mlp=mlp, tied=draw(st.booleans()))
+        case "gpt2":
+            module, cfg = gpt2, gpt2.GPT2Config(**base, context=seq, embed=heads * 2, heads=heads, mlp=mlp)
+        case "mixtral":
+            module, cfg = mixtral, mixtral.MixtralConfig(**grouped, **routed, normalize=draw(st.booleans()))
+        case "v2":
+            module, cfg = deepseek_v2, deepseek_v2.DeepSeekV2Config(**latent)
+        case _:
+            module, cfg = deepseek_v3, deepseek_v3.DeepSeekV3Config(**latent)
+    return module, cfg, mesh, layout, rows, seq
+
+
+@pytest.mark.timeout(1200)
+@settings(max_examples=max(1, settings().max_examples // 8))
+@given(case=cases(), documents=st.booleans())
+def test_any_family_split_in_any_way_is_one_device(case: Any, documents: bool) -> None:
+    module, cfg, mesh, layout, rows, seq = case
+    g = torch.Generator().manual_seed(0)
+    tokens, targets = torch.randint(0, cfg.vocab, (2, rows, seq), generator=g)
+    example = {"tokens": tokens, "targets": targets, "positions": torch.arange(seq).repeat(rows, 1)}
+    if documents:
+        example["documents"] = (torch.arange(seq) >= seq // 2).long().repeat(rows, 1)
+    testing.assert_equivalent(
+        module.loss(cfg), template=module.template(cfg), batch=example, mesh=mesh, layout=layout
+    )  # fmt: skip
