@@ -240,11 +240,12 @@ def optimizer_sections(
     made = {o for k in kept for row in rows[k] for o in row.outs}
     used = {a for k in late for row in rows[k] for a in row.args}
     carried = sorted({f.values[a] for a in (used | set(program.outputs[2:])) & made})
+    given = set(program.inputs)
     # Gradients that the update takes as they came stay alive across the check.
-    taken = {f.values[a] for a in used & set(program.inputs)}
+    taken = {f.values[a] for a in used & given}
     passed = [v for v in inputs[: n + 2] if v in taken]
     # A call that makes the norm may make more of the optimizer's small values, such as the number of the next step.
-    read = {f.values[a] for k in early for row in rows[k] for a in row.args if a in program.inputs}
+    read = {f.values[a] for k in early for row in rows[k] for a in row.args if a in given}
     rest = inputs[n + 2 :]
     at = [i for i, v in enumerate(rest) if v in read]
     check = s.section("check", [*inputs[: n + 2], *(rest[i] for i in at)], [loss, norm, *carried, *passed])
