@@ -45,9 +45,10 @@ class _Trace:
     kept: list[Any] = dataclasses.field(default_factory=list)
 
     def fakes(self, avals: Sequence[Aval]) -> list[torch.Tensor]:
-        """Tensors without memory. A mode that makes them asks ten times as much, and a model has thousands."""
+        """Tensors without memory, which are many: a copy of one costs a tenth of a new one, or of a mode's."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            metas = [torch.empty(a.shape, dtype=a.dtype, device="meta") for a in avals]
+            first = {a: torch.empty(a.shape, dtype=a.dtype, device="meta") for a in dict.fromkeys(avals)}
+            metas = [first[a].detach() for a in avals]
             if self.mode is None:
                 return metas
             return [FakeTensor(self.mode, m, torch.device(a.device)) for m, a in zip(metas, avals, strict=True)]

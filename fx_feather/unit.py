@@ -3,7 +3,7 @@
 import dataclasses
 import operator
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -49,8 +49,7 @@ class Unit:
         return list(self.graph.output_node().args[0])
 
 
-@dataclasses.dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """One call of a unit, or one for each of several rows: numbers of the values it takes and makes, row by row."""
 
     unit: int

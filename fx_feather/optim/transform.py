@@ -98,22 +98,24 @@ def stateless(apply: Callable[[tree.Tree, tree.Tree], tree.Tree], text: str) -> 
 def rows(call: str, params: tree.Tree, **others: tree.Tree) -> tuple[list[tuple[Tensor, ...]], tree.TreeDef]:
     """The leaves of the parameters beside those of the other trees, and the parameters' definition."""
     leaves, treedef = tree.flatten(params)
-    columns, problems = [leaves], []
+    columns: list[list[Tensor]] = [leaves]
+    problems: list[str] = []
     for name, other in others.items():
         tree.check_same(treedef, other, call=call, name=name)
         columns.append(tree.leaves(other))
-        for path, param, own in zip(tree.paths_of(treedef), leaves, columns[-1], strict=True):
-            # A wrong shape would broadcast in silence.
-            if own.shape != param.shape:
-                problems.append(
-                    message(
-                        call=f"{call} at params{path}",
-                        got=f"{name}{path} of shape {list(own.shape)}",
-                        number=f"shape {list(own.shape)}, where the parameter has {list(param.shape)}",
-                        rule="gradients, updates and statistics have the shape of their parameter",
-                        fix=f"pass {name} made for these parameters",
-                    )
-                )
+        # A wrong shape would broadcast in silence.
+        wrong = [i for i, (p, own) in enumerate(zip(leaves, columns[-1], strict=True)) if own.shape != p.shape]
+        paths = tree.paths_of(treedef) if wrong else []
+        problems += [
+            message(
+                call=f"{call} at params{paths[i]}",
+                got=f"{name}{paths[i]} of shape {list(columns[-1][i].shape)}",
+                number=f"shape {list(columns[-1][i].shape)}, where the parameter has {list(leaves[i].shape)}",
+                rule="gradients, updates and statistics have the shape of their parameter",
+                fix=f"pass {name} made for these parameters",
+            )
+            for i in wrong
+        ]
     raise_all(ShapeError, problems)
     return list(zip(*columns, strict=True)), treedef
 
