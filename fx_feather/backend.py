@@ -65,7 +65,7 @@ def build(graph: fx.Graph, constants: dict[str, torch.Tensor], backend: str) -> 
 
 
 #: Elements of a tile: a dozen float32 buffers of this size stay in a core's second-level cache.
-TILE = 16384
+TILE = 32768
 
 
 def tiled(graph: fx.Graph, forward: Runnable) -> Runnable | None:
@@ -85,22 +85,24 @@ def tiled(graph: fx.Graph, forward: Runnable) -> Runnable | None:
     sums = [n.target is torch.ops.aten.sum.default for n in outs]
     pointwise = all(is_pointwise(n) or (n in outs and n.target is torch.ops.aten.sum.default) for n in nodes)
     fits = all(v.shape == shape or v.ndim == 0 for v in values)
-    small = any(o.meta["val"].ndim == 0 for o, s in zip(outs, sums, strict=True) if not s)
-    if not pointwise or not fits or small or shape.numel() < 2 * TILE:
+    scalar = any(o.meta["val"].ndim == 0 for o, s in zip(outs, sums, strict=True) if not s)
+    if not pointwise or not fits or scalar or shape.numel() < 2 * TILE:
         return None
     size, dtypes = shape.numel(), [o.meta["val"].dtype for o in outs]
+    before, inside, scalars = _apart(graph)
 
     def run(*xs: torch.Tensor) -> list[torch.Tensor]:
         if any(x.is_cuda or not x.is_contiguous() for x in xs):
             return forward(*xs)
         flat = [x.view(-1) if x.ndim else x for x in xs]
-        device = xs[0].device
         whole = [
-            torch.zeros((), dtype=d) if s else torch.empty(size, dtype=d, device=device)
-            for d, s in zip(dtypes, sums, strict=True)
+            torch.zeros((), dtype=d) if is_sum else torch.empty(size, dtype=d)
+            for d, is_sum in zip(dtypes, sums, strict=True)
         ]
+        once = before(*(flat[i] for i in scalars))
+        tiled = [x for x in flat if x.ndim]
         for start in range(0, size, TILE):
-            part = forward(*(x[start : start + TILE] if x.ndim else x for x in flat))
+            part = inside(*once, *(x[start : start + TILE] for x in tiled))
             for to, x, is_sum in zip(whole, part, sums, strict=True):
                 if is_sum:
                     to += x
@@ -109,6 +111,35 @@ def tiled(graph: fx.Graph, forward: Runnable) -> Runnable | None:
         return [w if s else w.view(shape) for w, s in zip(whole, sums, strict=True)]
 
     return run
+
+
+def _apart(graph: fx.Graph) -> tuple[Runnable, Runnable, list[int]]:
+    """Parts what is computed from 0-dim values alone, once for all tiles, from the rest.
+
+    Returns:
+        The first part, from the 0-dim operands; the second, from the first's results and the other operands; and which
+        operands are 0-dim.
+    """
+    given = [n for n in graph.nodes if n.op == "placeholder"]
+    scalars = [i for i, n in enumerate(given) if n.meta["val"].ndim == 0]
+    small = {given[i] for i in scalars}
+    for n in graph.nodes:
+        if n.op == "call_function" and n.all_input_nodes and all(a in small for a in n.all_input_nodes):
+            small.add(n)
+    shared = [n for n in graph.nodes if n in small and any(u not in small for u in n.users)]
+    first, second = fx.Graph(), fx.Graph()
+    env: dict[fx.Node, fx.Node] = {given[i]: first.placeholder(f"s{i}") for i in scalars}
+    for n in graph.nodes:
+        if n in small and n.op == "call_function":
+            env[n] = first.node_copy(n, env.__getitem__)
+    first.output([env[n] for n in shared])
+    inner: dict[fx.Node, fx.Node] = {n: second.placeholder(f"s{i}") for i, n in enumerate(shared)}
+    inner.update({n: second.placeholder(f"x{i}") for i, n in enumerate(given) if i not in scalars})
+    for n in graph.nodes:
+        if n.op == "call_function" and n not in small:
+            inner[n] = second.node_copy(n, inner.__getitem__)
+    second.output([inner[o] for o in graph.output_node().args[0]])
+    return fx.GraphModule({}, first).forward, fx.GraphModule({}, second).forward, scalars
 
 
 def is_pointwise(n: fx.Node) -> bool:

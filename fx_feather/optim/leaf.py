@@ -8,19 +8,22 @@ from torch import Tensor
 
 from fx_feather.trace import block
 
-# Scalars that depend on the step come as 0-dim float64 tensors. Those do not widen a leaf that has dims, but they do
-# widen a leaf without, so results are rounded to the leaf's dtype where they leave.
+# Scalars that depend on the step come as 0-dim float64 tensors. They are rounded to the leaf's dtype before they meet
+# it: a leaf without dims would be widened by them, and one with dims would be read through a slow conversion.
 
 
 def adam_leaf(
     grad: Tensor, mu: Tensor, nu: Tensor, correct1: Tensor, correct2: Tensor, b1: float, b2: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Adam's direction, and the new moments; Kingma and Ba, algorithm 1."""
+    """Adam's direction, and the new moments; Kingma and Ba, algorithm 1, in the order of the end of its section 2.
+
+    The two corrections are scalars: taken together first, they cost no pass over the leaf.
+    """
     grad = grad.to(mu.dtype)
-    mu = b1 * mu + (1 - b1) * grad
-    nu = b2 * nu + (1 - b2) * (grad * grad)
-    direction = (mu / correct1) / ((nu / correct2).sqrt() + eps)
-    return direction.to(mu.dtype), mu, nu
+    mu = torch.lerp(mu, grad, 1 - b1)
+    nu = torch.addcmul(nu * b2, grad, grad, value=1 - b2)
+    scale, floor = (correct1 / correct2.sqrt()).to(mu.dtype), (eps * correct1).to(mu.dtype)
+    return mu / (nu.sqrt() * scale + floor), mu, nu
 
 
 def adamw_leaf(
@@ -43,7 +46,7 @@ def adamw_leaf(
 
 def decay_leaf(update: Tensor, param: Tensor, decay: float) -> Tensor:
     """Adds the gradient of `decay / 2` times the squared parameter."""
-    return update + decay * param.to(update.dtype) if decay else update
+    return torch.add(update, param.to(update.dtype), alpha=decay) if decay else update
 
 
 def momentum_leaf(grad: Tensor, velocity: Tensor, momentum: float, nesterov: bool) -> tuple[Tensor, Tensor]:
@@ -68,6 +71,8 @@ def plain_sgd_leaf(grad: Tensor, param: Tensor, lr: Tensor, decay: float) -> Ten
 
 def scale_leaf(update: Tensor, factor: Tensor | float) -> Tensor:
     """A multiple of an update, in its own dtype."""
+    if isinstance(factor, Tensor):
+        factor = factor.to(wide_dtype(update.dtype))
     return (update * factor).to(update.dtype)
 
 
