@@ -8,6 +8,7 @@ import torch
 from . import param, tree
 from .backend import BACKENDS
 from .errors import BackendError, LayoutError, MeshError, ShapeError, message, raise_all
+from .explain import explain
 from .inputs import batch_leaves, parameters
 from .layout import Layout
 from .mesh import Mesh
@@ -186,6 +187,10 @@ class Common:
             part = param.initial_values(p, path, seed, slices(t, self.mesh, run.rank))
             leaves.append(pad_to(part, t.local_shape(self.mesh)).contiguous().to(run.device))
         return tree.unflatten(self.params.treedef, leaves)
+
+    def explain(self) -> str:
+        """The program by section and block: calls, operators, collectives and the bytes that a rank sends."""
+        return explain(self.program)
 
     def collectives(self) -> list[CollectiveNode]:
         """The collectives of one call, in order."""

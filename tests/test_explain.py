@@ -1,0 +1,40 @@
+"""What a program says of itself: every function once, with its calls, collectives and bytes."""
+
+import re
+
+import torch
+
+import fx_feather as ff
+import layouts
+from fx_feather.models import llama
+
+CFG = llama.LlamaConfig(vocab=16, layers=3, embed=8, heads=2, kv_heads=2, mlp=16)
+
+
+def _step(mesh: ff.Mesh, layout: ff.Layout) -> ff.Step:
+    tokens = torch.zeros(4, 4, dtype=torch.long)
+    batch = {"tokens": tokens, "targets": tokens, "positions": tokens}
+    template = llama.template(CFG)
+    return ff.compile_step(llama.loss(CFG), ff.adamw(lr=1e-3), template=template, mesh=mesh, layout=layout, batch=batch)
+
+
+def test_each_block_is_named_once_with_its_calls_and_collectives() -> None:
+    text = _step(ff.Mesh(fsdp=2), layouts.fsdp("fsdp")).explain()
+    assert text.startswith("program for Mesh(fsdp=2), 2 ranks")
+    assert re.search(r"layer\.forward +3 x +\d+ operators", text)
+    # Gathered before the forward and again before the backward, once a layer.
+    assert re.search(r"layer\.gather +6 x +\d+ operators  all_gather@fsdp of [\d.]+ KiB float32", text)
+    assert re.search(r"layer\.reduce +3 x +\d+ operators  reduce_scatter@fsdp of [\d.]+ KiB float32", text)
+
+
+def test_the_bytes_of_a_section_are_those_of_its_collectives() -> None:
+    step = _step(ff.Mesh(dp=2), layouts.ddp("dp"))
+    sent = sum(c.sent_bytes for c in step.program.collectives("finish"))
+    line = next(x for x in step.explain().splitlines() if x.startswith("finish"))
+    assert f"{len(step.program.collectives('finish'))} collectives, {sent / 1024:.1f} KiB sent a rank" in line
+
+
+def test_one_rank_communicates_nothing() -> None:
+    text = _step(ff.Mesh(), layouts.single()).explain()
+    assert "1 rank\n" in text
+    assert all("0 collectives, 0 B sent" in x for x in text.splitlines() if re.match(r"\w+: ", x))
