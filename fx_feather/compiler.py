@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import tree
+from . import garbage, tree
 from .compiled import BUCKET_BYTES, Common
 from .layout import Layout
 from .mesh import Mesh
@@ -160,6 +160,7 @@ def _value_order(out: dict[str, Any]) -> list[int]:
     return tree.leaves(numbered)
 
 
+@garbage.kept()
 def compile(
     fn: Callable[..., Any],
     *,

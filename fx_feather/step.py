@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from . import tree
+from . import garbage, tree
 from .compiled import BUCKET_BYTES, Common
 from .errors import NonFiniteError, OptimizerError, StateError, fail
 from .layout import Layout
@@ -244,6 +244,7 @@ class Step(Common):
         return [*p.collectives("first"), *following, *rest]
 
 
+@garbage.kept()
 def compile_step(
     loss_fn: Callable[..., Any],
     optimizer: Transform,
