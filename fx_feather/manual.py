@@ -45,7 +45,9 @@ class Record(torch.autograd.Function):
 
     @staticmethod
     def forward(x: torch.Tensor, name: str, axes: str, n: int, static: Any, grad_dtype: Any) -> torch.Tensor:
-        out: torch.Tensor = TYPED(x, name, axes, n, list(static), grad_dtype)
+        # In here torch turns gradients off, which says nothing of the operator itself.
+        with torch.enable_grad():
+            out: torch.Tensor = TYPED(x, name, axes, n, list(static), grad_dtype)
         return out
 
     @staticmethod
@@ -95,7 +97,8 @@ def _collective(name: str, x: torch.Tensor, axes: Axes, grad_dtype: torch.dtype 
             rule="every rank takes an equal part of the dim",
             fix=f"a size of {size // n * n or n} or {-(-size // n) * n}, or pad the dim",
         )
-    return Record.apply(x, name, ",".join(names), n, flat, grad_dtype)
+    out = Record.apply(x, name, ",".join(names), n, flat, grad_dtype)
+    return out if torch.is_grad_enabled() else out.detach()
 
 
 def psum(x: torch.Tensor, axes: Axes) -> torch.Tensor:

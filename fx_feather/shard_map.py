@@ -17,8 +17,9 @@ from .errors import ShapeError, SpecError, TypeStateError, fail, message, raise_
 from .manual import TYPED, Context, Record, inside, named
 from .mesh import Mesh
 from .passes.differentiate import LocalUnit, Place, linearize
+from .pure import watched
 from .simulate import Simulator
-from .source import user_line, watched
+from .source import user_line
 from .spec import P, Type, assemble, shard
 from .trace import emit_region, tracing
 from .unit import Region
@@ -177,7 +178,7 @@ def _trace_region(
     with inside(Context(mesh, name)), _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
         device = leaves[0].device.type if leaves else "cpu"
         fakes = [torch.empty(t.local_shape(mesh), dtype=t.dtype, device=device) for t in types]
-        gm = make_fx(watched(flat, call))(*fakes)
+        gm = make_fx(watched(flat, call, region=True))(*fakes)
     _check_states(gm.graph, known, call)
     outs = list(gm.graph.output_node().args[0])
     specs = _as_specs(out_specs, len(outs), call, "out_specs")

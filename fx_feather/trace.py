@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import tree
 from .errors import FeatherError, ShapeError, SpecError, fail
+from .pure import check_recorded, watched
 from .record import CallRecorder, place, record
-from .source import labels, note_line, noted_line, user_line, watched
+from .source import labels, note_line, noted_line, user_line
 from .unit import Aval, GlobalProgram, Region, Unit, cut, merge_equal
 
 _library = torch.library.Library("fx_feather", "FRAGMENT")
@@ -186,7 +187,8 @@ def _key(trace: _Trace, row: tuple[Any, ...]) -> tuple[Any, list[Any], Any, list
     leaves, treedef = tree.flatten(row)
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     parts = tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else _identity(x, trace.kept) for x in leaves)
-    return (treedef, parts), leaves, treedef, tensors
+    # Under torch.no_grad a block is another one.
+    return (treedef, parts, torch.is_grad_enabled()), leaves, treedef, tensors
 
 
 def _emit_block(tensors: list[torch.Tensor], id: int, rows: int) -> list[torch.Tensor]:
@@ -239,7 +241,8 @@ def _trace_block(trace: _Trace, fn: Callable[..., Any], label: str, leaves: list
         outs, out_tree = tree.flatten(fn(*tree.unflatten(treedef, full)))
         _check_outputs(outs, f"block {label!r}")
         # An input that is returned as it is, or a value returned twice, would be one node with two owners.
-        return [torch.ops.aten.alias(x) for x in outs]
+        with torch.enable_grad():
+            return [torch.ops.aten.alias(x) for x in outs]
 
     trace.inside = True
     try:
@@ -301,6 +304,7 @@ def _trace_unit(
 
 def _trace_graph(flat: Callable[..., list[torch.Tensor]], fakes: list[torch.Tensor], label: str) -> Unit:
     gm = make_fx(watched(flat, f"{label}(...)"), pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
+    check_recorded(gm.graph, f"{label}(...)")
     gm.graph.eliminate_dead_code()
     constants = {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
     return Unit(label, gm.graph, constants, _current.regions if _current else [])
@@ -340,7 +344,8 @@ def trace(fn: Callable[..., Any], args: Any, name: str = "main", operators: bool
         return _trace_calls(flat, avals, name, lambda: out_tree)
     mode = FakeTensorMode()
     state = _Trace(mode)
-    with _tracing(state), mode:
+    # As torch.func does: where a gradient is wanted is for the function itself to say, not for who calls it.
+    with _tracing(state), mode, torch.enable_grad():
         # The inputs are closed over: most are parameters that only blocks use, and need no node in the outer graph.
         fakes = state.fakes(avals)
         whole = _trace_graph(lambda: flat(*fakes), [], name)

@@ -1,0 +1,253 @@
+"""What a function that is traced may not do, because a trace would lose it without a word: it is refused by name."""
+
+import contextlib
+import operator
+import re
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
+from torch.autograd.function import BackwardCFunction
+from torch.fx import traceback as fx_traceback
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.overrides import TorchFunctionMode
+
+from . import tree
+from .errors import FeatherError, RuleError, fail
+from .source import line_of, note_line, this_line, user_line
+
+#: Asking autograd for a gradient: a trace records operators, not what autograd makes of them.
+_TAPE = {
+    torch.autograd.grad: "torch.autograd.grad",
+    torch.Tensor.backward: "backward",
+    torch.Tensor.requires_grad_: "requires_grad_",
+    torch.Tensor.requires_grad.__set__: "requires_grad = ...",  # type: ignore[attr-defined]
+}
+_HOOKS = {
+    torch.Tensor.register_hook: "register_hook",
+    torch.Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
+}
+
+
+class _Traced(TorchFunctionMode):
+    """Sees each operator before it is recorded: notes the user's line, and keeps a gradient from where torch has none.
+
+    `make_fx` can keep stack traces by itself, but only of functions that are called `forward`.
+    """
+
+    def __init__(self, what: str, region: bool):
+        super().__init__()
+        self.what, self.region = what, region
+        self.level = torch._C._functorch.maybe_current_level()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        note_line()
+        if func is torch._C._set_grad_enabled:
+            # A node for it would have to keep its place; what it means is written at each operator instead.
+            with torch._C.DisableTorchFunction():
+                return func(*args, **kwargs)
+        transformed = torch._C._functorch.maybe_current_level() != self.level
+        if transformed and not self.region:
+            _refuse_transform(self.what)
+        if not transformed and (func in _TAPE or kwargs.get("requires_grad")):
+            _refuse_tape(_TAPE.get(func, "requires_grad=True"), self.what, self.region)
+        if func in _HOOKS:
+            _refuse_hook(_HOOKS[func], self.what)
+        out = func(*args, **kwargs)
+        return out if torch.is_grad_enabled() else without_gradient(out, (args, kwargs))
+
+
+def without_gradient(out: Any, args: Any) -> Any:
+    """The results of an operator that ran where no gradient is wanted; what only handed an argument on has its own."""
+    leaves, treedef = tree.flatten(out)
+    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
+    if not any(x.is_floating_point() for x in tensors):
+        return out
+    given = {id(x) for x in tree.leaves(args)}
+    kept = [
+        x if not isinstance(x, torch.Tensor) or id(x) in given or not x.is_floating_point() else x.detach()
+        for x in leaves
+    ]
+    return tree.unflatten(treedef, kept)
+
+
+def _refuse_transform(what: str) -> NoReturn:
+    fail(
+        FeatherError,
+        call=f"a torch.func transform in {what}, at {this_line()}",
+        got="an operator inside of torch.func.grad, vjp, jvp, vmap or what is made of them",
+        number="1 transform would be lost: its values are hidden from the trace",
+        rule="a function is traced by its whole operators, and the gradient is taken of the program they become",
+        fix="ff.value_and_grad(loss_fn) around the whole loss for its gradient, and dims in the place of vmap; "
+        "inside of ff.shard_map torch.func works",
+    )
+
+
+def _refuse_tape(name: str, what: str, region: bool) -> NoReturn:
+    fail(
+        FeatherError,
+        call=f"{name} in {what}, at {this_line()}",
+        got="a gradient that is asked of autograd while the function is traced",
+        number=f"1 call of {name} would be lost: a trace holds operators and no autograd graph",
+        rule="a traced function is pure: tensors come in as arguments, and who calls it takes the gradient",
+        fix="torch.func.grad(f)(x)" if region else "ff.value_and_grad(loss_fn) around the whole loss",
+    )
+
+
+def _refuse_hook(name: str, what: str) -> NoReturn:
+    fail(
+        FeatherError,
+        call=f"{name} in {what}, at {this_line()}",
+        got="a hook on a gradient",
+        number=f"1 call of {name} would be lost: a trace holds operators and no autograd graph",
+        rule="what happens to a gradient on its way back belongs to an operator, which is recorded by its name",
+        fix=_OPERATOR.format(name="my_op"),
+    )
+
+
+_OPERATOR = (
+    '@torch.library.custom_op("mylib::{name}", mutates_args=()) above its forward, and register_fake for its shapes;\n'
+    'ff.rule("mylib::{name}", "... -> ...", vjp=fn) with fn(ct, result, *args) -> gradients of its tensor operands'
+)
+
+
+def _refuse_function(cls: type) -> NoReturn:
+    name = cls.__name__
+    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
+    fail(
+        FeatherError,
+        call=f"{name}.apply at {this_line()}",
+        got=f"the torch.autograd.Function {cls.__module__}.{cls.__qualname__} in a function that is traced",
+        number="its backward would be lost: only the operators of its forward are recorded",
+        rule="a trace holds operators, each with its own vjp; a handwritten backward has to belong to one",
+        fix="ff.block(fn), compiled with remat='full'"
+        if cls.__module__ == "torch.utils.checkpoint"
+        else _OPERATOR.format(name=snake),
+    )
+
+
+_threads = threading.local()
+_lock = threading.Lock()
+_watching = 0
+
+
+def _begin(self: Any, *args: Any, **kwargs: Any) -> None:
+    """In the place of BackwardCFunction.__init__: each call of a Function makes one, however `apply` was reached."""
+    # Inside of an operator nothing is recorded, and it may do what it likes.
+    watched = getattr(_threads, "depth", 0) and get_proxy_mode() is not None
+    cls = self._forward_cls
+    # A torch.func transform wraps each Function in one of its own, and calls the Function itself further down.
+    ours = (__name__.partition(".")[0], "torch._functorch")
+    if watched and not any((cls.__module__ + ".").startswith(name + ".") for name in ours):
+        _refuse_function(cls)
+
+
+@contextlib.contextmanager
+def _no_functions() -> Iterator[None]:
+    global _watching
+    _threads.depth = getattr(_threads, "depth", 0) + 1
+    with _lock:
+        _watching += 1
+        BackwardCFunction.__init__ = _begin  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        _threads.depth -= 1
+        with _lock:
+            _watching -= 1
+            if not _watching:
+                del BackwardCFunction.__init__
+
+
+@contextlib.contextmanager
+def _known_operators(what: str) -> Iterator[None]:
+    try:
+        yield
+    except (DataDependentOutputException, DynamicOutputShapeException) as e:
+        shape = isinstance(e, DynamicOutputShapeException)
+        fail(
+            FeatherError,
+            call=f"{what} at {line_of(e)}",
+            got=f"the operator {e.func}",
+            number="the shape of its result depends on values" if shape else "Python asks for the value of a tensor",
+            rule="a function is traced once, for all values: its branches and shapes can't depend on them",
+            fix="torch.where(mask, x, 0.0) in place of x[mask]"
+            if shape
+            else "torch.where(condition, a, b) in place of if",
+        )
+    except UnsupportedOperatorException as e:
+        _refuse_shapeless(str(e.func.name()).partition(".")[0], f"{what}, at {line_of(e)}")
+    except RuntimeError as e:
+        if "no fake impl registered" not in str(e):
+            raise
+        _refuse_shapeless(str(e).partition("CustomOpDef(")[2].partition(")")[0], f"{what}, at {line_of(e)}")
+
+
+def _refuse_shapeless(name: str, where: str) -> NoReturn:
+    fail(
+        RuleError,
+        call=f"{name} in {where}",
+        got=f"the operator {name} on tensors without values",
+        number="no function says what shape and dtype its results have",
+        rule="a function is traced on shapes alone, so each operator has to say those of its results",
+        fix=f'torch.library.register_fake("{name}", fn) with fn(*args) -> an empty tensor like the result',
+    )
+
+
+def watched(fn: Callable[..., Any], what: str, region: bool = False) -> Callable[..., Any]:
+    """`fn`, to be traced: operators remember the user's line, and what a trace would lose is refused.
+
+    Operators under `torch.no_grad` or `torch.inference_mode` have no gradient in the trace either.
+
+    Args:
+        fn: the function.
+        what: its name in messages.
+        region: whether it is per-rank code, whose trace sees through torch.func transforms.
+
+    Raises:
+        FeatherError: code that depends on the values of tensors, which a trace doesn't know; a torch.autograd.Function;
+            a gradient taken inside.
+        RuleError: an operator that doesn't say the shapes of its results.
+    """
+
+    def run(*args: Any) -> Any:
+        with _known_operators(what), fx_traceback.preserve_node_meta(), _no_functions(), _Traced(what, region):
+            return fn(*args)
+
+    return run
+
+
+def check_recorded(graph: fx.Graph, what: str) -> None:
+    """Raises FeatherError if something was recorded that is no operator; takes out contexts that do nothing."""
+    enter, leave = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
+    for n in reversed(list(graph.nodes)):
+        if n.op != "call_function" or isinstance(n.target, torch._ops.OpOverload) or n.target is operator.getitem:
+            continue
+        if n.target in (enter, leave):
+            if n.target is leave or n.args[2] is False:
+                graph.erase_node(n)
+                continue
+            fail(
+                FeatherError,
+                call=f"torch.autocast in {what}, around {user_line(n.next)}",
+                got=f"torch.autocast({', '.join(map(repr, n.args))})",
+                number="1 context would be lost: it changes operators by what they are called in",
+                rule="a trace holds operators, and the precision that a program computes in is its layout's",
+                fix="ff.Layout(..., precision=ff.Precision(compute=torch.bfloat16)), or x.to(...) in the model",
+            )
+        fail(
+            FeatherError,
+            call=f"{getattr(n.target, '__name__', n.target)} in {what}, at {user_line(n)}",
+            got=f"a call of {n.target}, which is no operator",
+            number="1 call that a trace can't hold",
+            rule="a trace holds operators of torch.ops, each with a rule of its own",
+            fix="leave the call out, or make it outside of the function",
+        )
