@@ -35,7 +35,10 @@ class Solution:
 
 
 def split_factors(dim: Dim, axes: tuple[str, ...], sizes: Mapping[str, int], mesh: Mesh) -> dict[str, tuple[str, ...]]:
-    """Which factor of a dim each of the axes splits: the major one first, as long as it divides."""
+    """Which factor of a dim each of the axes splits: the major one first, as long as it divides.
+
+    An axis of one rank splits nothing, so it stays with the factor that the axes before it split.
+    """
     if not axes:
         return {}
     if len(dim) == 1:
@@ -44,7 +47,7 @@ def split_factors(dim: Dim, axes: tuple[str, ...], sizes: Mapping[str, int], mes
     rest = list(axes)
     for f in dim:
         left = sizes[f]
-        while rest and left > 1 and left % mesh[rest[0]] == 0:
+        while rest and (left > 1 or mesh[rest[0]] == 1) and left % mesh[rest[0]] == 0:
             left //= mesh[rest[0]]
             out[f] = (*out.get(f, ()), rest.pop(0))
         if left > 1:
