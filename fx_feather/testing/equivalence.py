@@ -4,13 +4,13 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 import torch
 
 from .. import tree
-from ..compiler import compile, value_and_grad
 from ..compiled import BUCKET_BYTES, Common
+from ..compiler import compile, value_and_grad
 from ..errors import message
 from ..layout import Layout, Precision
 from ..mesh import Mesh
@@ -111,17 +111,17 @@ def assert_equivalent(
 
     whole = fn(params, batch)
     if not _is_loss(whole):
-        law.hold(_rows("output", _watched(compile(fn, **settings)).simulate(params, batch), whole))
+        law.hold(_rows("output", _watched(compile(fn, **settings), law).simulate(params, batch), whole))
         return law.worst
 
     want, grads = value_and_grad(fn)(params, batch)
     if optimizer is None and accumulate == 1:
-        both = _watched(compile(value_and_grad(fn), **settings, reshard=reshard))
+        both = _watched(compile(value_and_grad(fn), **settings, reshard=reshard), law)
         got, got_grads = both.simulate(params, batch)
         step = None
     else:
         how = {"accumulate": accumulate, "remat": remat, "reshard": reshard, "bucket_bytes": bucket_bytes}
-        step = _watched(compile_step(fn, optimizer or sgd(lr=1.0), **settings, **how))  # type: ignore[arg-type]
+        step = _watched(compile_step(fn, optimizer or sgd(lr=1.0), **settings, **how), law)  # type: ignore[arg-type]
         got, got_grads = _gradients(step, params, batch)
     # What is smaller than the rounding of the largest leaf says nothing.
     least = 10 * torch.finfo(dtype or torch.float32).eps / rtol * global_norm(grads).item()
@@ -145,26 +145,18 @@ def assert_equivalent(
 _Compiled = TypeVar("_Compiled", bound=Common)
 
 
-def _watched(program: _Compiled) -> _Compiled:
-    """The same, but whatever it gives back must be alike, bit for bit, on all ranks that should hold the same."""
+def _watched(program: _Compiled, law: "_Law") -> _Compiled:
+    """The same, but the law is told of whatever is not alike, bit for bit, on all ranks that should hold the same."""
     gather, mesh = program.gather, program.mesh
 
     def watched(values: Sequence[list[torch.Tensor]], types: Sequence[Type]) -> list[torch.Tensor]:
         for ranks, t in zip(values, types, strict=True):
-            same = [a for a in mesh.axes if a not in t.sharded | t.partial]
-            for first, *others in mesh.groups(tuple(same)) if same else ():
+            same = tuple(a for a in mesh.axes if a not in t.sharded | t.partial)
+            for first, *others in mesh.groups(same) if same else ():
                 where = tuple(slice(0, s.stop - s.start) for s in slices(t, mesh, first))
-                apart = [r for r in others if not ranks[r][where].equal(ranks[first][where])]
+                apart = [r for r in others if not torch.equal(ranks[r][where], ranks[first][where])]
                 if apart and not ranks[first][where].isnan().any():
-                    raise AssertionError(
-                        message(
-                            call="assert_equivalent(...)",
-                            got=f"a value {t} that differs between rank {first} and ranks {apart}, on {mesh!r}",
-                            number=f"{len(apart)} of {len(others)} ranks hold other bits than rank {first}",
-                            rule=f"a value that {same} do not split is the same on all of their ranks",
-                            fix="look for a random number, or a sum left out, where it is made",
-                        )
-                    )
+                    law.apart.append(f"a value {t} that differs between rank {first} and ranks {apart}")
         return gather(values, types)
 
     program.gather = watched  # type: ignore[method-assign]
@@ -228,28 +220,35 @@ class _Law:
     layout: Layout
     rtol: float
     worst: float = 0.0
+    apart: list[str] = dataclasses.field(default_factory=list)
 
     def hold(self, compared: Iterator[_Compared] | Sequence[_Compared]) -> None:
         """Raises AssertionError if any of these is off; NaN is."""
         rows = sorted(compared, key=lambda c: -c.error if c.error == c.error else -math.inf)
         wrong = [c for c in rows if not c.error <= self.rtol]
         self.worst = max([self.worst, *(c.error for c in rows)])
-        if not wrong:
-            return
-        shown = [f"{c.name}: relative error {c.error:.1e}, {c.ratio:.6g} of the true one" for c in wrong[:_SHOWN]]
-        if len(wrong) > _SHOWN:
-            shown.append(f"and {len(wrong) - _SHOWN} more")
-        name = getattr(self.fn, "__name__", "fn")
-        raise AssertionError(
-            message(
-                call=f"assert_equivalent({name}, mesh={self.mesh!r}, layout={self.layout!r})",
-                got="\n".join(shown),
+        if wrong:
+            shown = [f"{c.name}: relative error {c.error:.1e}, {c.ratio:.6g} of the true one" for c in wrong]
+            self._fail(
+                shown,
                 number=f"{len(wrong)} of {len(rows)} values are off by more than rtol={self.rtol:g}; "
                 f"{wrong[0].name} by {wrong[0].error:.1e}",
                 rule="a layout says how a computation is split, never what: one device is the specification",
                 fix=self._hint(wrong[0]),
             )
-        )
+        if self.apart:
+            self._fail(
+                self.apart,
+                number=f"{len(self.apart)} values are not the same, bit for bit, on ranks that hold one value",
+                rule="a value is the same on all ranks of the axes that do not split it, or they drift apart",
+                fix="look for a random number, or a sum left out, where the value is made",
+            )
+
+    def _fail(self, got: list[str], **parts: str) -> NoReturn:
+        name = getattr(self.fn, "__name__", "fn")
+        more = [f"and {len(got) - _SHOWN} more"] if len(got) > _SHOWN else []
+        call = f"assert_equivalent({name}, mesh={self.mesh!r}, layout={self.layout!r})"
+        raise AssertionError(message(call=call, got="\n".join([*got[:_SHOWN], *more]), **parts))
 
     def _hint(self, c: _Compared) -> str:
         for k in range(1, len(self.mesh.axes) + 1):
