@@ -134,9 +134,20 @@ def gradient_sections(
     unreduced = s.like(first.outputs)
     # Last gradients first: they were there first.
     reduced = s.convert(list(reversed(unreduced[:n])), list(reversed(params.gradients())), "reduce", bucket)
-    scalars = s.convert(unreduced[n:], [resolved(t) for t in results], "results")
+    scalars = _reduced_results(s, unreduced[n:])
     finish = s.section("finish", unreduced, [*reversed(reduced), *scalars])
     return Gradients(first, following, finish)
+
+
+def _reduced_results(s: Stitcher, values: Sequence[int]) -> list[int]:
+    """Sum, count and auxiliary values; scalars of all dtypes travel together, as float64, exact for counts to 2^53."""
+    types = [s.types[v] for v in values]
+    wide = [t.with_(dtype=torch.float64) if t.partial and not t.shape else t for t in types]
+    reduced = s.convert(values, [resolved(t) for t in wide], "results")
+    return [
+        v if w.dtype == t.dtype else s.small(lambda x, to=t.dtype: [x.to(to)], [v], resolved(t), "results", t.dtype)
+        for v, t, w in zip(reduced, types, wide, strict=True)
+    ]
 
 
 def _zeros(s: Stitcher, t: Type) -> int:
