@@ -1,6 +1,7 @@
 # `make train` and `make test` do everything on a fresh machine with Python >= 3.11.
 #
 #   make train DATA=path/to/text ARGS="--steps 500" RANKS=2
+#   make bench ARGS="--size medium --ranks 2"
 #
 # Packages come from pip's own settings, with the versions of .ci/constraints.txt. On Linux the default index
 # ships torch with CUDA; for the small CPU wheel set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
@@ -18,11 +19,14 @@ PIP := $(BIN)/python -m pip install -qq --disable-pip-version-check --constraint
 # One thread a process: several ranks, or several test workers, share the cores.
 export OMP_NUM_THREADS := 1
 
-.PHONY: train test lint format clean
+.PHONY: train bench test lint format clean
 .DELETE_ON_ERROR:
 
 train: $(VENV)/installed
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train.py $(if $(DATA),--data "$(DATA)") $(ARGS)
+
+bench: $(VENV)/installed
+	$(BIN)/python examples/benchmarks/bench.py $(ARGS)
 
 test: lint
 	$(BIN)/pytest -n 2
