@@ -13,6 +13,7 @@ from .mesh import Mesh
 from .passes.stitch import Funcs, Stitcher
 from .passes.training import gradient_sections, loss_function, resolved
 from .program import Program, Section
+from .rules import Handwritten
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,8 @@ class ValueAndGrad:
         leaves, treedef = tree.flatten(params)
 
         def total(*xs: torch.Tensor) -> tuple[torch.Tensor, Any]:
-            out = self.loss_fn(tree.unflatten(treedef, xs), batch)
+            with Handwritten():
+                out = self.loss_fn(tree.unflatten(treedef, xs), batch)
             return out[0], out[1:]
 
         value, pull, rest = torch.func.vjp(total, *leaves, has_aux=True)  # type: ignore[misc]

@@ -185,6 +185,17 @@ def _known_operators(what: str) -> Iterator[None]:
         )
     except UnsupportedOperatorException as e:
         _refuse_shapeless(str(e.func.name()).partition(".")[0], f"{what}, at {line_of(e)}")
+    except AssertionError as e:
+        if "convert all Tensors to FakeTensors" not in str(e):
+            raise
+        fail(
+            FeatherError,
+            call=f"{what} at {line_of(e)}",
+            got=f"an operator on a tensor from outside: {str(e).partition('Found in ')[2]}",
+            number="1 tensor is closed over",
+            rule="whatever a traced function reads is an argument: hidden tensors have no dims for a layout to split",
+            fix="pass the tensor in the parameters or the batch, or make it inside, as torch.arange(...) does",
+        )
     except RuntimeError as e:
         if "no fake impl registered" not in str(e):
             raise

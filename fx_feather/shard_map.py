@@ -18,6 +18,7 @@ from .manual import TYPED, Context, Record, inside, named
 from .mesh import Mesh
 from .passes.differentiate import LocalUnit, Place, linearize
 from .pure import watched
+from .rules import call_operator
 from .simulate import Simulator
 from .source import user_line
 from .spec import P, Type, assemble, shard
@@ -260,7 +261,8 @@ def _local(
                 env[n] = apply(name, env[x], tuple(axes.split(",")), count, named(name, static), grad_dtype)
             else:
                 get = lambda m: env[m]  # noqa: E731
-                env[n] = n.target(*fx.node.map_arg(n.args, get), **fx.node.map_arg(n.kwargs, get))
+                args, kwargs = fx.node.map_arg(n.args, get), fx.node.map_arg(n.kwargs, get)
+                env[n] = call_operator(n.target, args, kwargs, user_line(n))
         raise AssertionError("a graph ends with its output")
 
     return run

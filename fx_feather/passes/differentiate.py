@@ -3,12 +3,15 @@
 import contextlib
 import dataclasses
 import operator
+import re
 from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from ..errors import FeatherError, RuleError, message
 from ..mesh import Mesh
 from ..program import Func
 from ..record import record
@@ -110,8 +113,13 @@ def linearize(
             outs = local(*full)
             return tuple(outs[i] for i in with_ct), outs
 
-        _, pull, outs = torch.func.vjp(f, *(primals[i] for i in diff), has_aux=True)  # type: ignore[misc]
-        return [*outs, *pull(tuple(given))]
+        try:
+            _, pull, outs = torch.func.vjp(f, *(primals[i] for i in diff), has_aux=True)  # type: ignore[misc]
+            return [*outs, *pull(tuple(given))]
+        except (RuntimeError, NotImplementedError) as e:
+            if isinstance(e, FeatherError):
+                raise
+            _refuse(name, e)
 
     # Cotangents of one type may come in any strides; those of the outputs are what the later units most likely give.
     with FakeTensorMode(allow_non_fake_inputs=True):
@@ -119,6 +127,22 @@ def linearize(
     cts_in = [Place.of(torch.empty(outs[i].shape, dtype=outs[i].dtype, device="meta")) for i in with_ct]
     whole = trace_local(joint, [*places, *cts_in], device, name)
     return _cut(whole, n_in, len(outs), diff, with_ct, remat)
+
+
+def _refuse(name: str, error: BaseException) -> NoReturn:
+    """The forward ran before, so what fails now is its gradient."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    found = re.search(r"\b(\w+::\w+|\w+\.\w+\.default)\b", text)
+    op = found[1] if found else "namespace::operator"
+    parts = message(
+        call=f"the gradient of {name}",
+        got=f"{type(error).__name__}: {text}",
+        number=f"torch.func can't differentiate {op if found else 'one of its operators'}",
+        rule="a unit's gradient is taken by torch.func.vjp, operator by operator",
+        fix=f'ff.rule("{op}", pattern, vjp=fn) with fn(ct, result, *args) -> gradients of its tensor operands; '
+        "or detach its operands",
+    )
+    raise RuleError(parts) from error
 
 
 _VIEWS = {

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from ..rules import Local
+from ..source import user_line
 from ..spec import Type
 from .plan import OpStep, Plan, RegionStep, Root, SubStep
 from .reshard import Step, steps, take
@@ -44,7 +45,7 @@ def partition(plan: Plan) -> LocalFn:
                 elif isinstance(step, RegionStep):
                     out = step.region.local(*(get(r, t) for r, t in step.operands))
                 else:
-                    out = _compute(step, plan, [get(r, t) for r, t in step.operands])
+                    out = _compute(step, plan, [get(r, t) for r, t in step.operands], user_line(n))
                 for i, x in enumerate(out if isinstance(out, (list, tuple)) else [out]):
                     env[n, i] = x
         return [get(r, t) for r, t in plan.outputs]
@@ -55,9 +56,9 @@ def partition(plan: Plan) -> LocalFn:
 _NEUTRAL = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}
 
 
-def _compute(step: OpStep, plan: Plan, tensors: list[torch.Tensor]) -> Any:
+def _compute(step: OpStep, plan: Plan, tensors: list[torch.Tensor], where: str) -> Any:
     s, mesh = step.sharding, plan.mesh
-    local = Local(step.call, s, step.solution, mesh, step.results)
+    local = Local(step.call, s, step.solution, mesh, step.results, where)
     kept = {f for factors in s.results for dim in factors for f in dim}
     for f, axes in step.solution.factor_axes.items():
         if f in s.lower:

@@ -1,6 +1,7 @@
 """Propagation: every value of a global unit gets a type; what does not fit is an error here, at the user's own line."""
 
 import operator
+import string
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -204,8 +205,6 @@ def _unruled(
     if in_place or any(t.sharded for t in types):
         listing = "\n".join(f"{label(a)}: {t} {_named(t)}" for a, t in zip(nodes, types, strict=True))
         name = str(getattr(n.target, "name", lambda: n.target)())
-        letters = "abcdefghijkl"
-        pattern = ", ".join(" ".join("!" + letters[d] for d in range(len(t.shape))) for t in types)
         fail(
             RuleError,
             call=f"{name} at {user_line(where or n)}",
@@ -216,13 +215,30 @@ def _unruled(
             else "an operator without a rule takes whole operands only",
             fix=f"write the operator without the trailing underscore ({name.partition('.')[0].rstrip('_')})"
             if in_place
-            else f'ff.rule("{name}", "{pattern} -> ...") with ! taken off the dims that may be split',
+            else f'ff.rule("{name}", "{_whole_pattern(call)}")\nwith ! taken off the dims that may be split; dims of '
+            "one size have one letter here: see that they are one factor",
         )
     operands = tuple(tuple((f"{i}.{d}",) for d in range(len(t.shape))) for i, t in enumerate(types))
     results = tuple(tuple((f"out{i}.{d}",) for d in range(o.ndim)) for i, o in enumerate(call.outs))
     sizes = {f[0]: n for dims, t in zip(operands, types, strict=True) for f, n in zip(dims, t.shape, strict=True)}
     sizes |= {f[0]: n for dims, o in zip(results, call.outs, strict=True) for f, n in zip(dims, o.shape, strict=True)}
     return Rule(lambda _: Sharding(operands, results, sizes, whole=frozenset(sizes)))
+
+
+def _whole_pattern(call: OpCall) -> str:
+    """A pattern of the call in which nothing may be split. Dims of one size are taken for one factor."""
+    letters: dict[tuple[int, int], str] = {}
+
+    def dims(x: Operand) -> str:
+        # The second dim of a size in one tensor is another factor than the first.
+        keys = [(n, x.shape[:d].count(n)) for d, n in enumerate(x.shape)]
+        return " ".join("!" + letters.setdefault(k, _letter(len(letters))) for k in keys)
+
+    return f"{', '.join(map(dims, call.operands))} -> {', '.join(map(dims, call.outs))}"
+
+
+def _letter(i: int) -> str:
+    return string.ascii_lowercase[i % 26] + (str(i // 26) if i >= 26 else "")
 
 
 def _named(t: Type) -> str:

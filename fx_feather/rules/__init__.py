@@ -10,6 +10,8 @@ from . import matmul as _matmul
 from . import norm as _norm
 from . import reduce as _reduce
 from . import view as _view
+from .handwritten import Handwritten as Handwritten
+from .handwritten import call_operator as call_operator
 from .local import Local as Local
 from .pattern import rule as rule
 from .pointwise import is_pointwise as _is_pointwise

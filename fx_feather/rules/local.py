@@ -8,6 +8,7 @@ import torch
 
 from ..mesh import Mesh
 from ..spec import Type, local_size
+from .handwritten import call_operator
 from .rule import OpCall, Operand, Sharding
 from .solve import Solution
 
@@ -21,6 +22,7 @@ class Local:
     solution: Solution
     mesh: Mesh
     results: tuple[Type, ...]
+    where: str = ""  # the user's line, for messages
 
     def axes(self, factor: str) -> tuple[str, ...]:
         """The axes that split a factor."""
@@ -57,7 +59,7 @@ class Local:
         args, kwargs = self.call.args, dict(self.call.kwargs)
         if self.sharding.rewrite is not None:
             args, kwargs = self.sharding.rewrite(args, kwargs, [t.local_shape(self.mesh) for t in self.results])
-        return self.call.target(*fill(args, tensors), **fill(kwargs, tensors))
+        return call_operator(self.call.target, fill(args, tensors), fill(kwargs, tensors), self.where)
 
 
 def fill(x: Any, tensors: Sequence[torch.Tensor]) -> Any:

@@ -14,6 +14,7 @@ def rule(
     *,
     linear: str = "",
     decompose: Callable[..., Any] | None = None,
+    vjp: Callable[..., Any] | None = None,
 ) -> None:
     """Registers how an operator behaves under sharding, as a pattern of factors.
 
@@ -26,13 +27,18 @@ def rule(
         linear: numbers of the operands in which the operator is linear: `"0|1"` in each alone (a product), `"0,1"`
             jointly (a sum). A pending sum passes through those; by default the operator is nonlinear.
         decompose: the operator in terms of simpler ones, used where a whole factor is split.
+        vjp: the handwritten backward of an operator that torch.func can't differentiate, such as one of
+            torch.library.custom_op: `vjp(ct, result, *args, **kwargs)` gives a gradient for each tensor among the
+            operator's own arguments, None for none. `ct` and `result` are tuples where it has several results. It
+            works on local values, and sums over no ranks: the pattern says what is still owed. A compiled function
+            and `value_and_grad` use it; for a plain `backward()` torch has `torch.library.register_autograd`.
 
     Raises:
         RuleError: an operator that does not exist, or a pattern that is not well formed.
 
     >>> rule("mm", "m k, k n -> m n", linear="0|1")
     """
-    register(op, Rule(parse(pattern, linear), decompose, text=pattern))
+    register(op, Rule(parse(pattern, linear), decompose, text=pattern, vjp=vjp))
 
 
 _TOKEN = re.compile(r"\.\.\.|!?[A-Za-z_]\w*|\([^()]*\)|\S+")

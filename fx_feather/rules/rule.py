@@ -100,11 +100,14 @@ class Rule:
         decompose: the operator written in simpler ones, used when a `whole` factor is split. It takes the operator's
             own arguments and returns its result or tuple of results.
         text: the pattern, for messages.
+        vjp: from cotangents, results and the operator's own arguments, all local, to a gradient for each tensor among
+            these; None where torch can differentiate the operator.
     """
 
     shard: Callable[[OpCall], Sharding]
     decompose: Callable[..., Any] | None = None
     text: str = ""
+    vjp: Callable[..., Any] | None = None
 
 
 RULES: dict[Any, Rule] = {}
