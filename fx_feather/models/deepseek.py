@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fx_feather.nn import balance, embed, mla, mlp, moe, norm, router
+from fx_feather.nn import balance, cache, embed, mla, mlp, moe, norm, router
 from fx_feather.nn.balance import Penalties, Statistics
 from fx_feather.nn.rope_scaling import Scaling, Yarn
+from fx_feather.param import Param
 from fx_feather.trace import block, constrain
 
 from . import decoder
@@ -182,11 +183,24 @@ def moe_layer(
 ) -> tuple[Tensor, Statistics]:
     """One block with experts; `route(cfg, params, h)` chooses them."""
     x, h = attended(cfg, p, x, *args)
+    out, statistics = fed(cfg, route, p["moe"], h)
+    return x + out, statistics
+
+
+def fed(cfg: DeepSeekConfig, route: Callable[..., Routing], p: dict[str, Any], h: Tensor) -> tuple[Tensor, Statistics]:
+    """What the experts of a layer, the chosen and the shared ones, make of each token."""
     h = constrain(h, "batch seq embed")
-    weights, index, logits, shares = route(cfg, p["moe"]["router"], h)
-    routed = moe.mixture(p["moe"]["experts"], h, weights, index, cfg.capacity_factor)
-    out = x + (routed + mlp.swiglu(p["moe"]["shared"], h))
-    return out, balance.statistics(cfg.penalties, logits, shares, index)
+    weights, index, logits, shares = route(cfg, p["router"], h)
+    routed = moe.mixture(p["experts"], h, weights, index, cfg.capacity_factor)
+    return routed + mlp.swiglu(p["shared"], h), balance.statistics(cfg.penalties, logits, shares, index)
+
+
+def turns(
+    cfg: DeepSeekConfig, params: dict[str, Any], positions: Tensor, documents: Tensor | None = None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Cosines, sines and the mask of documents; see `decoder.turns`."""
+    sizes = (cfg.rope_dim, cfg.rope_theta, cfg.rope_scaling)
+    return decoder.turns(params, positions, documents, *sizes, "neighbours")
 
 
 def hidden(
@@ -198,13 +212,53 @@ def hidden(
     documents: Tensor | None = None,
 ) -> tuple[Tensor, list[Statistics]]:
     """The normed stream after the last block, and what each router did."""
-    args = decoder.turns(
-        params, positions, documents, cfg.rope_dim, cfg.rope_theta, cfg.rope_scaling, "neighbours"
-    )  # fmt: skip
+    args = turns(cfg, params, positions, documents)
     dense = block(ft.partial(dense_layer, cfg), name="dense_layer")
     experts = block(ft.partial(moe_layer, cfg, route), name="moe_layer")
     layers = [dense] * cfg.dense_layers + [experts] * (cfg.layers - cfg.dense_layers)
     return decoder.hidden(params, tokens, layers, args, cfg.norm_eps)
+
+
+def cache_template(
+    cfg: DeepSeekConfig, batch: int, length: int, dtype: torch.dtype | None = None
+) -> list[dict[str, Param]]:
+    """A cache of latents, as a pytree of `Param`; arguments as for `fx_feather.models.llama.cache_template`."""
+    return [cache.latent_template(batch, length, cfg.kv_rank, cfg.rope_dim, dtype=dtype or cfg.dtype)] * cfg.layers
+
+
+def extend_layer(
+    cfg: DeepSeekConfig,
+    route: Callable[..., Routing],
+    p: dict[str, Any],
+    x: Tensor,
+    kept: cache.Kept | None,
+    *args: Any,
+) -> tuple[Tensor, cache.Kept]:
+    """A block of either kind, with what is kept of earlier tokens."""
+    where, cos, sin = args
+    h = norm.rms_norm(p["attention_norm"], x, cfg.norm_eps)
+    out, now = mla.cached(p["attention"], h, cos, sin, where, kept, score_factor=cfg.score_factor)
+    x = x + out
+    h = norm.rms_norm(p["mlp_norm"], x, cfg.norm_eps)
+    return x + (fed(cfg, route, p["moe"], h)[0] if "moe" in p else mlp.swiglu(p["mlp"], h)), now
+
+
+def extend(
+    cfg: DeepSeekConfig,
+    route: Callable[..., Routing],
+    params: dict[str, Any],
+    tokens: Tensor,
+    positions: Tensor,
+    kept: decoder.Cache | None = None,
+    length: int = 0,
+) -> tuple[Tensor, decoder.Cache]:
+    """The logits after further tokens, and the cache with them; see `fx_feather.models.llama.extend`.
+
+    Experts take all tokens that come, as in `fx_feather.models.mixtral.extend`.
+    """
+    cos, sin, _ = turns(cfg, params, positions)
+    run = block(ft.partial(extend_layer, dataclasses.replace(cfg, capacity_factor=None), route), name="layer")
+    return decoder.extended(cfg, params, tokens, positions, kept, length, [run] * cfg.layers, (cos, sin))
 
 
 def loss(

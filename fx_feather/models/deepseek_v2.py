@@ -9,6 +9,7 @@ from torch import Tensor
 from fx_feather.nn import router
 
 from . import decoder, deepseek
+from .deepseek import cache_template as cache_template
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -47,6 +48,18 @@ def forward(
 ) -> Tensor:
     """Logits of the next token at each place of each sequence; see `fx_feather.models.llama.forward`."""
     return decoder.logits(params, deepseek.hidden(cfg, route, params, tokens, positions, documents)[0])
+
+
+def extend(
+    cfg: DeepSeekV2Config,
+    params: dict[str, Any],
+    tokens: Tensor,
+    positions: Tensor,
+    kept: decoder.Cache | None = None,
+    length: int = 0,
+) -> tuple[Tensor, decoder.Cache]:
+    """The logits after further tokens, and the cache with them; see `fx_feather.models.llama.extend`."""
+    return deepseek.extend(cfg, route, params, tokens, positions, kept, length)
 
 
 def loss(cfg: DeepSeekV2Config) -> Callable[..., Any]:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools as ft
+import itertools as it
 import math
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fx_feather.nn import attention, embed, mlp, norm
+from fx_feather.nn import attention, cache, embed, mlp, norm
 from fx_feather.nn.loss import cross_entropy
 from fx_feather.param import Param, normal
 from fx_feather.trace import block, constrain
@@ -96,7 +97,18 @@ def template(cfg: GPT2Config) -> dict[str, Any]:
 def layer(cfg: GPT2Config, p: dict[str, Any], x: Tensor, mask: Tensor | None = None) -> Tensor:
     """One block; arguments as for `fx_feather.models.llama.layer`."""
     x = x + attention.biased(p["attention"], norm.layer_norm(p["attention_norm"], x, cfg.norm_eps), mask)
+    return fed(cfg, p, x)
+
+
+def fed(cfg: GPT2Config, p: dict[str, Any], x: Tensor) -> Tensor:
+    """The second half of a block, after attention."""
     return x + mlp.gelu(p["mlp"], norm.layer_norm(p["mlp_norm"], x, cfg.norm_eps))
+
+
+def embedded(params: dict[str, Any], tokens: Tensor, positions: Tensor) -> Tensor:
+    """The stream before the first block: the sum of what each token and each position stands for."""
+    x = constrain(embed.embed(params["embed"], tokens), "batch residual_seq embed")
+    return x + constrain(embed.embed(params["positions"], positions), "batch residual_seq embed")
 
 
 def forward(
@@ -112,13 +124,49 @@ def forward(
     torch.Size([1, 3, 256])
     """
     mask = None if documents is None else attention.document_mask(documents, positions)
-    x = constrain(embed.embed(params["embed"], tokens), "batch residual_seq embed")
-    x = x + constrain(embed.embed(params["positions"], positions), "batch residual_seq embed")
+    x = embedded(params, tokens, positions)
     run = block(ft.partial(layer, cfg), name="layer")
     for p in params["layers"]:
         x = run(p, x, mask)
     h = constrain(norm.layer_norm(params["norm"], x, cfg.norm_eps), "batch seq embed")
     return decoder.logits(params, h)
+
+
+def cache_template(
+    cfg: GPT2Config, batch: int, length: int, dtype: torch.dtype | None = None
+) -> list[dict[str, Param]]:
+    """A cache of keys and values, as a pytree of `Param`; see `fx_feather.models.llama.cache_template`."""
+    sizes = (batch, cfg.heads, length, cfg.embed // cfg.heads)
+    return [cache.heads_template(*sizes, name="heads", dtype=dtype or cfg.dtype)] * cfg.layers
+
+
+def extend_layer(
+    cfg: GPT2Config, p: dict[str, Any], x: Tensor, kept: cache.Kept | None, where: cache.Places
+) -> tuple[Tensor, cache.Kept]:
+    """`layer`, with what is kept of earlier tokens."""
+    h = norm.layer_norm(p["attention_norm"], x, cfg.norm_eps)
+    out, now = attention.biased_cached(p["attention"], h, where, kept)
+    return fed(cfg, p, x + out), now
+
+
+def extend(
+    cfg: GPT2Config,
+    params: dict[str, Any],
+    tokens: Tensor,
+    positions: Tensor,
+    kept: decoder.Cache | None = None,
+    length: int = 0,
+) -> tuple[Tensor, decoder.Cache]:
+    """The logits after further tokens, and the cache with them; see `fx_feather.models.llama.extend`."""
+    where = decoder.places(positions, kept, length, cfg.context)
+    # Padding has no row in the table.
+    x = embedded(params, tokens, positions.clamp(min=0))
+    run, now = block(ft.partial(extend_layer, cfg), name="layer"), []
+    for p, before in zip(params["layers"], kept or it.repeat(None, cfg.layers), strict=True):
+        x, after = run(p, x, before, where)
+        now.append(after)
+    h = constrain(norm.layer_norm(params["norm"], x, cfg.norm_eps), "batch seq embed")
+    return decoder.next_logits(params, h, positions), now
 
 
 def loss(cfg: GPT2Config) -> Callable[[dict[str, Any], dict[str, Tensor]], tuple[Tensor, Tensor]]:

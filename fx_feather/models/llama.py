@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 
 from fx_feather.errors import ShapeError, message, raise_all
-from fx_feather.nn import attention, embed, mlp, norm
+from fx_feather.nn import attention, cache, embed, mlp, norm
 from fx_feather.nn.loss import cross_entropy
 from fx_feather.nn.rope_scaling import Scaling
+from fx_feather.param import Param
 from fx_feather.trace import block
 
 from . import decoder
@@ -135,8 +136,12 @@ def layer(
     """
     h = norm.rms_norm(p["attention_norm"], x, cfg.norm_eps)
     x = x + attention.attention(p["attention"], h, cos, sin, mask, eps=cfg.norm_eps)
-    h = norm.rms_norm(p["mlp_norm"], x, cfg.norm_eps)
-    return x + mlp.swiglu(p["mlp"], h)
+    return fed(cfg, p, x)
+
+
+def fed(cfg: LlamaConfig, p: dict[str, Any], x: Tensor) -> Tensor:
+    """The second half of a block, after attention."""
+    return x + mlp.swiglu(p["mlp"], norm.rms_norm(p["mlp_norm"], x, cfg.norm_eps))
 
 
 def hidden(
@@ -193,6 +198,80 @@ def loss(cfg: LlamaConfig) -> Callable[[dict[str, Any], dict[str, Tensor]], tupl
         return cross_entropy(out, batch["targets"])
 
     return loss_fn
+
+
+def cache_template(
+    cfg: LlamaConfig, batch: int, length: int, dtype: torch.dtype | None = None
+) -> list[dict[str, Param]]:
+    """A cache of keys and values, as a pytree of `Param`; see `fx_feather.nn.cache`.
+
+    Args:
+        cfg: the model's config.
+        batch: number of texts.
+        length: places of a text, for its prompt and what is added to it.
+        dtype: dtype of the cache; without it that of the parameters.
+
+    >>> cfg = LlamaConfig(vocab=256, layers=2, embed=64, heads=4, kv_heads=2, mlp=128)
+    >>> cache.bytes_per_token(cache_template(cfg, batch=1, length=8))
+    512
+    """
+    one = cache.heads_template(batch, cfg.kv_heads, length, cfg.head_size, dtype=dtype or cfg.dtype)
+    return [one] * cfg.layers
+
+
+def extend_layer(
+    cfg: LlamaConfig,
+    p: dict[str, Any],
+    x: Tensor,
+    kept: cache.Kept | None,
+    where: cache.Places,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, cache.Kept]:
+    """`layer`, with what is kept of earlier tokens."""
+    h = norm.rms_norm(p["attention_norm"], x, cfg.norm_eps)
+    out, now = attention.cached(p["attention"], h, cos, sin, where, kept, eps=cfg.norm_eps)
+    return fed(cfg, p, x + out), now
+
+
+def extend(
+    cfg: LlamaConfig,
+    params: dict[str, Any],
+    tokens: Tensor,
+    positions: Tensor,
+    kept: decoder.Cache | None = None,
+    length: int = 0,
+) -> tuple[Tensor, decoder.Cache]:
+    """The logits of the next token after further tokens of each text, and the cache with these tokens.
+
+    Without a cache the tokens are prompts, and a cache of `length` places is made. With it they are what follows,
+    commonly one token a text. Either way the logits are those of `forward` on whole texts.
+
+    Args:
+        cfg: the model's config.
+        params: like `template(cfg)`, as tensors.
+        tokens: int`[batch, seq]`.
+        positions: int`[batch, seq]`, where each token stands in its text, in `0 .. length - 1`; below 0 for padding.
+        kept: like `cache_template(cfg, batch, length)`, as tensors.
+        length: places of a text, where there is no cache yet.
+
+    Returns:
+        `[batch, vocab]`, and the cache.
+
+    Raises:
+        ShapeError: a cache without places, or longer than what dynamic RoPE was trained on.
+
+    >>> from fx_feather.param import init
+    >>> cfg = LlamaConfig(vocab=256, layers=1, embed=8, heads=2, kv_heads=1, mlp=16)
+    >>> params = init(template(cfg))
+    >>> _, kept = extend(cfg, params, torch.tensor([[7, 8, 9]]), torch.tensor([[0, 1, 2]]), length=10)
+    >>> logits, kept = extend(cfg, params, torch.tensor([[10]]), torch.tensor([[3]]), kept)
+    >>> logits.shape, kept[0]["k"].shape
+    (torch.Size([1, 256]), torch.Size([1, 1, 10, 4]))
+    """
+    cos, sin, _ = decoder.turns(params, positions, None, cfg.head_size, cfg.rope_theta, cfg.rope_scaling)
+    run = block(ft.partial(extend_layer, cfg), name="layer")
+    return decoder.extended(cfg, params, tokens, positions, kept, length, [run] * cfg.layers, (cos, sin))
 
 
 def next_logits(cfg: LlamaConfig, params: dict[str, Any], tokens: Tensor, positions: Tensor, last: Tensor) -> Tensor:

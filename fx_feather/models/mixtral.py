@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fx_feather.nn import attention, balance, embed, moe, norm, router
+from fx_feather.nn import attention, balance, cache, embed, moe, norm, router
 from fx_feather.nn.balance import Penalties, Statistics
 from fx_feather.nn.rope_scaling import Scaling
+from fx_feather.param import Param
 from fx_feather.trace import block, constrain
 
 from . import decoder
@@ -164,6 +165,47 @@ def forward(
 ) -> Tensor:
     """Logits of the next token at each place of each sequence; see `fx_feather.models.llama.forward`."""
     return decoder.logits(params, hidden(cfg, params, tokens, positions, documents)[0])
+
+
+def cache_template(
+    cfg: MixtralConfig, batch: int, length: int, dtype: torch.dtype | None = None
+) -> list[dict[str, Param]]:
+    """A cache of keys and values, as a pytree of `Param`; see `fx_feather.models.llama.cache_template`."""
+    one = cache.heads_template(batch, cfg.kv_heads, length, cfg.head_size, dtype=dtype or cfg.dtype)
+    return [one] * cfg.layers
+
+
+def extend_layer(
+    cfg: MixtralConfig,
+    p: dict[str, Any],
+    x: Tensor,
+    kept: cache.Kept | None,
+    where: cache.Places,
+    cos: Tensor,
+    sin: Tensor,
+) -> tuple[Tensor, cache.Kept]:
+    """`layer`, with what is kept of earlier tokens."""
+    h = norm.rms_norm(p["attention_norm"], x, cfg.norm_eps)
+    out, now = attention.cached(p["attention"], h, cos, sin, where, kept, eps=cfg.norm_eps)
+    x = x + out
+    return x + feed(cfg, p["moe"], norm.rms_norm(p["mlp_norm"], x, cfg.norm_eps))[0], now
+
+
+def extend(
+    cfg: MixtralConfig,
+    params: dict[str, Any],
+    tokens: Tensor,
+    positions: Tensor,
+    kept: decoder.Cache | None = None,
+    length: int = 0,
+) -> tuple[Tensor, decoder.Cache]:
+    """The logits after further tokens, and the cache with them; see `fx_feather.models.llama.extend`.
+
+    Experts take all tokens that come, since how many that would be is not known before a text ends.
+    """
+    cos, sin, _ = decoder.turns(params, positions, None, cfg.head_size, cfg.rope_theta, cfg.rope_scaling)
+    run = block(ft.partial(extend_layer, dataclasses.replace(cfg, capacity_factor=None)), name="layer")
+    return decoder.extended(cfg, params, tokens, positions, kept, length, [run] * cfg.layers, (cos, sin))
 
 
 def loss(cfg: MixtralConfig) -> Callable[[dict[str, Any], dict[str, Tensor]], tuple[Tensor, Tensor, dict[str, Tensor]]]:

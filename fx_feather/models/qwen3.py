@@ -3,6 +3,8 @@
 import dataclasses
 
 from . import llama
+from .llama import cache_template as cache_template
+from .llama import extend as extend
 from .llama import forward as forward
 from .llama import loss as loss
 from .llama import template as template

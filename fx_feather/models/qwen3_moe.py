@@ -3,6 +3,8 @@
 import dataclasses
 
 from . import mixtral
+from .mixtral import cache_template as cache_template
+from .mixtral import extend as extend
 from .mixtral import forward as forward
 from .mixtral import loss as loss
 from .mixtral import template as template

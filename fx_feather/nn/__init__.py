@@ -2,6 +2,7 @@
 
 from . import attention as attention
 from . import balance as balance
+from . import cache as cache
 from . import embed as embed
 from . import linear as linear
 from . import loss as loss

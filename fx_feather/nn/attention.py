@@ -9,7 +9,7 @@ from torch import Tensor
 from fx_feather.param import Param, zeros
 from fx_feather.trace import constrain
 
-from . import linear, norm, rope
+from . import cache, linear, norm, rope
 
 
 def template(
@@ -125,6 +125,14 @@ def attention(
     tensor([[[8.],
              [8.]]])
     """
+    q, k, v = _projected(params, h, cos, sin, eps)
+    return _joined(params, attend(q, k, v, mask))
+
+
+def _projected(
+    params: dict[str, Any], h: Tensor, cos: Tensor, sin: Tensor, eps: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Turned queries and keys, and values, `[batch, heads, seq, head_dim]` each."""
     h = constrain(h, "batch seq embed")
     # Heads come out before seq, where the attention operator wants them, so nothing is transposed afterwards.
     q = torch.einsum("bse,ehd->bhsd", h, params["q"])
@@ -136,9 +144,56 @@ def attention(
     if "q_norm" in params:
         q = norm.rms_norm(params["q_norm"], q, eps)
         k = norm.rms_norm(params["k_norm"], k, eps)
-    values = attend(rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v, mask)
+    return rope.rotate(q, cos, sin), rope.rotate(k, cos, sin), v
+
+
+def _joined(params: dict[str, Any], values: Tensor) -> Tensor:
+    """What all heads read, back in the stream."""
     out = torch.einsum("bhsd,hde->bse", values, params["o"])
     return constrain(out, "batch residual_seq embed")
+
+
+def cached(
+    params: dict[str, Any],
+    h: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    where: cache.Places,
+    kept: cache.Kept | None = None,
+    *,
+    eps: float = 1e-5,
+) -> tuple[Tensor, cache.Kept]:
+    """`attention` of further tokens of texts whose keys and values are kept.
+
+    Args:
+        params: from `template`.
+        h: `[batch, seq, embed]`, normalised.
+        cos, sin: `[batch, 1, seq, head_dim]`, from `rope.tables`.
+        where: from `cache.places`.
+        kept: like `cache.heads_template`, as tensors; None where the texts begin.
+        eps: of the q/k-norms.
+
+    Returns:
+        `[batch, seq, embed]`, and what is kept now.
+
+    >>> cos, sin = rope.tables(torch.tensor([[0]]), head_dim=2)
+    >>> one, where = torch.ones(1, 1, 2), cache.places(torch.tensor([[0]]), length=3, new=True)
+    >>> out, kept = cached({"q": one, "k": one, "v": one, "o": one.mT}, torch.tensor([[[4.0]]]), cos, sin, where)
+    >>> out, kept["v"][..., 0]
+    (tensor([[[8.]]]), tensor([[[4., 0., 0.]]]))
+    """
+    q, k, v = _projected(params, h, cos, sin, eps)
+    values, kept = _read(q, {"k": k, "v": v}, where, kept, "kv_heads")
+    return _joined(params, values), kept
+
+
+def _read(
+    q: Tensor, new: cache.Kept, where: cache.Places, kept: cache.Kept | None, heads: str
+) -> tuple[Tensor, cache.Kept]:
+    """What queries read of the new tokens where texts begin, and else of all that is kept, the new tokens too."""
+    now = cache.keep(kept, new, where, dict.fromkeys("kv", f"batch {heads} _ head_dim"))
+    read = new if kept is None else {name: x.to(q.dtype) for name, x in now.items()}
+    return attend(q, read["k"], read["v"], where["mask"]), now
 
 
 def biased_template(
@@ -180,12 +235,35 @@ def biased(params: dict[str, Any], h: Tensor, mask: Tensor | None = None) -> Ten
     >>> biased(init(biased_template(8, heads=4, head_dim=2)), torch.ones(1, 3, 8)).shape
     torch.Size([1, 3, 8])
     """
+    q, k, v = _biased_projected(params, h)
+    return _biased_joined(params, attend(q, k, v, mask))
+
+
+def _biased_projected(params: dict[str, Any], h: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     h = constrain(h, "batch seq embed")
 
     def project(name: str) -> Tensor:
         out = torch.einsum("bse,ehd->bhsd", h, params[name]) + params[f"{name}_bias"].unsqueeze(1)
         return constrain(out, "batch heads seq head_dim")
 
-    values = attend(project("q"), project("k"), project("v"), mask)
-    out = torch.einsum("bhsd,hde->bse", values, params["o"])
-    return constrain(out, "batch residual_seq embed") + params["o_bias"]
+    return project("q"), project("k"), project("v")
+
+
+def _biased_joined(params: dict[str, Any], values: Tensor) -> Tensor:
+    return _joined(params, values) + params["o_bias"]
+
+
+def biased_cached(
+    params: dict[str, Any], h: Tensor, where: cache.Places, kept: cache.Kept | None = None
+) -> tuple[Tensor, cache.Kept]:
+    """`biased` of further tokens of texts whose keys and values are kept; see `cached`.
+
+    >>> from fx_feather.param import init
+    >>> where = cache.places(torch.arange(3)[None], length=5, new=True)
+    >>> out, kept = biased_cached(init(biased_template(8, heads=4, head_dim=2)), torch.ones(1, 3, 8), where)
+    >>> out.shape, kept["k"].shape
+    (torch.Size([1, 3, 8]), torch.Size([1, 4, 5, 2]))
+    """
+    q, k, v = _biased_projected(params, h)
+    values, kept = _read(q, {"k": k, "v": v}, where, kept, "heads")
+    return _biased_joined(params, values), kept
