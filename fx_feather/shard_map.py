@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.overrides import TorchFunctionMode
@@ -104,7 +105,8 @@ def shard_map(f: Callable[..., Any], *, mesh: Mesh, in_specs: Any, out_specs: An
     over an axis or invariant; collectives ask for the right one, an invariant operand that meets a varying one becomes
     varying (`pvary`), and what `out_specs` leaves whole has to be invariant. So gradients are right inside and outside.
 
-    In a compiled function the region becomes part of the program. Called on its own, it runs all ranks in this process.
+    In a compiled function the region becomes part of the program. Called on its own, it runs all ranks in this process,
+    and `backward()`, `torch.func.grad` and `torch.func.vjp` differentiate it, to any order.
 
     Args:
         f: a function of local tensors (pytrees of them), returning a pytree of local tensors.
@@ -121,8 +123,8 @@ def shard_map(f: Callable[..., Any], *, mesh: Mesh, in_specs: Any, out_specs: An
     Source: JAX, `jax.shard_map` and its varying types.
 
     >>> import fx_feather as ff
-    >>> total = ff.shard_map(lambda x: ff.psum(x.sum(), "tp"), mesh=ff.Mesh(tp=2), in_specs=ff.P("tp"), out_specs=ff.P())
-    >>> total(torch.arange(4.0))
+    >>> f = ff.shard_map(lambda x: ff.psum(x.sum(), "tp"), mesh=ff.Mesh(tp=2), in_specs=ff.P("tp"), out_specs=ff.P())
+    >>> f(torch.arange(4.0))
     tensor(6.)
     """
     name = getattr(f, "__name__", "f")
@@ -176,7 +178,13 @@ def _trace_region(
             outs, out_tree = tree.flatten(f(*tree.unflatten(treedef, list(xs))))
         return outs
 
-    with inside(Context(mesh, name)), _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
+    # A region depends on shapes alone: no transform of the caller's has a say while it is traced.
+    with (
+        inside(Context(mesh, name)),
+        temporarily_clear_interpreter_stack(),
+        _disable_current_modes(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+    ):
         device = leaves[0].device.type if leaves else "cpu"
         fakes = [torch.empty(t.local_shape(mesh), dtype=t.dtype, device=device) for t in types]
         gm = make_fx(watched(flat, call, region=True))(*fakes)
@@ -307,4 +315,5 @@ def _unit(region: Region, xs: Sequence[torch.Tensor]) -> LocalUnit:
     cts = [t.dtype.is_floating_point for t in region.out_types]
     places = [Place.contiguous(t, region.mesh) for t in region.in_types]
     device = xs[0].device.type if xs else "cpu"
-    return linearize(region.local, places, needs, cts, device, region.name)
+    with temporarily_clear_interpreter_stack():
+        return linearize(region.local, places, needs, cts, device, region.name)
