@@ -4,3 +4,4 @@ from .families import FAMILIES as FAMILIES
 from .folder import load as load
 from .folder import save as save
 from .model import Model as Model
+from .tokenizer import tokenizer as tokenizer
