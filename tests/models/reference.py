@@ -86,7 +86,7 @@ def _decays(params):
 
 
 def check(kind, config, folder, vocab):
-    """Logits, loss, every gradient, three steps of AdamW, and back again; the model that was loaded."""
+    """Logits, greedy text, loss, all gradients, three AdamW steps, and back again; gives the model that was loaded."""
     theirs = random_model(kind, config)
     file = save(theirs, folder / "theirs")
     model, params = hf.load(folder / "theirs")
@@ -98,6 +98,13 @@ def check(kind, config, folder, vocab):
     with torch.no_grad():
         logits = theirs(input_ids=batch["tokens"]).logits
     torch.testing.assert_close(model.apply(params, batch["tokens"]), logits, rtol=0, atol=2e-4)
+
+    text = batch["tokens"][:, :4]
+    theirs.generation_config.eos_token_id = None
+    expected = theirs.generate(text, max_new_tokens=8, do_sample=False, use_cache=False, pad_token_id=0)
+    for _ in range(8):
+        text = torch.cat([text, model.apply(params, text)[:, -1:].argmax(-1)], 1)
+    assert torch.equal(text, expected)
 
     out, grads = ff.value_and_grad(model.loss)(params, batch)
     loss = their_loss()
