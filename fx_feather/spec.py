@@ -154,6 +154,10 @@ class Type:
         """A copy with some fields changed."""
         return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
 
+    def stacked(self, n: int) -> "Type":
+        """The type of `n` values of this type as one, along a new first dim."""
+        return self.with_(shape=(n, *self.shape), dims=((), *self.dims), names=None)
+
     def local_shape(self, mesh: Mesh) -> tuple[int, ...]:
         """The shape that each rank holds, padding included."""
         return tuple(local_size(n, axes, mesh) for n, axes in zip(self.shape, self.dims, strict=True))

@@ -1,6 +1,7 @@
 """Resharding: the typed collectives that bring a value from one type to another, never changing what it means."""
 
 import dataclasses
+import functools as ft
 from collections.abc import Sequence
 
 import torch
@@ -33,7 +34,8 @@ class Step:
         return f"{self.name}({','.join(self.axes)}{where})"
 
 
-def steps(src: Type, dst: Type, mesh: Mesh) -> list[Step]:
+@ft.cache
+def steps(src: Type, dst: Type, mesh: Mesh) -> tuple[Step, ...]:
     """The collectives from `src` to `dst`, in order.
 
     Partial sums are reduced first (straight to the split that is wanted where possible), dims are then joined, moved
@@ -140,7 +142,7 @@ def steps(src: Type, dst: Type, mesh: Mesh) -> list[Step]:
         if change:
             groups.setdefault(change, []).append(a)
     out += [Step(name, tuple(axes)) for name, axes in groups.items()]
-    return out
+    return tuple(out)
 
 
 def _resized(x: torch.Tensor, dim: int, size: int) -> torch.Tensor:
@@ -186,10 +188,32 @@ def convert(x: torch.Tensor, src: Type, dst: Type, mesh: Mesh) -> torch.Tensor:
 def convert_all(xs: Sequence[torch.Tensor], pairs: Sequence[tuple[Type, Type]], mesh: Mesh) -> list[torch.Tensor]:
     """Converts many values, those that need the same collective next together, in one flat buffer.
 
-    All must be of one dtype where they are to travel together; values of different dtypes travel apart.
+    A change of dtype comes first: what travels is what is asked for. Values of different dtypes travel apart. Many
+    values that are alike are converted as one stack: they are small, or they would not share a buffer, and operators
+    on each of them would take longer to build and to start than to run.
     """
+    alike: dict[tuple[torch.dtype, tuple[Type, Type]], list[int]] = {}
+    for i, (x, pair) in enumerate(zip(xs, pairs, strict=True)):
+        alike.setdefault((x.dtype, pair), []).append(i)
+    stacks = sorted(at for i in alike.values() for at in ([i] if len(i) >= _MANY else [[k] for k in i]))
+    out, stacked, types = list(xs), [], []
+    for at in stacks:
+        src, dst = pairs[at[0]]
+        one = len(at) == 1
+        stacked.append((xs[at[0]] if one else torch.stack([xs[i] for i in at])).to(dst.dtype))
+        types.append((src, dst) if one else (src.stacked(len(at)), dst.stacked(len(at))))
+    for at, x in zip(stacks, _convert_each(stacked, types, mesh), strict=True):
+        for i, part in zip(at, [x] if len(at) == 1 else x.unbind(0), strict=True):
+            out[i] = part
+    return out
+
+
+_MANY = 4
+
+
+def _convert_each(xs: Sequence[torch.Tensor], pairs: Sequence[tuple[Type, Type]], mesh: Mesh) -> list[torch.Tensor]:
     out = list(xs)
-    plans = [steps(src, dst, mesh) for src, dst in pairs]
+    plans = [list(steps(src, dst, mesh)) for src, dst in pairs]
     while any(plans):
         groups: dict[tuple[str, tuple[str, ...], torch.dtype], list[int]] = {}
         for i, plan in enumerate(plans):

@@ -71,11 +71,10 @@ class Funcs:
         return self.units[key]
 
     def conversion(self, pairs: Sequence[tuple[Type, Type]], places: Sequence[Place], name: str) -> Func:
-        """Many conversions at once, with a change of dtype first: what travels is what is asked for."""
+        """Many conversions at once."""
 
         def convert(*xs: torch.Tensor) -> list[torch.Tensor]:
-            cast = [x.to(dst.dtype) for x, (_, dst) in zip(xs, pairs, strict=True)]
-            return convert_all(cast, pairs, self.mesh)
+            return convert_all(xs, pairs, self.mesh)
 
         return self.small(convert, places, name, tuple(pairs), device="meta")
 
