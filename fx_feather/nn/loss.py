@@ -28,6 +28,5 @@ def cross_entropy(logits: Tensor, targets: Tensor, ignore_index: int = -100) -> 
     valid = targets != ignore_index
     # A row that the gather can read, for targets that mark no row.
     rows = torch.where(valid, targets, 0)
-    chosen = logits.gather(-1, rows.unsqueeze(-1)).squeeze(-1)
-    nll = torch.logsumexp(logits, dim=-1) - chosen
+    nll = torch.ops.fx_feather.token_nll(logits, rows)
     return torch.where(valid, nll, 0.0).sum(), valid.sum()

@@ -402,6 +402,8 @@ for _reduction in (0, 1, 2):
     add("binary_cross_entropy.default", p(4, 5), c(4, 5), None, _reduction)
     add("binary_cross_entropy_with_logits.default", f(4, 5), c(4, 5), c(5), None, _reduction)
 add("cross_entropy_loss.default", f(7), i(7), None, 1)
+add("fx_feather::token_nll.default", f(4, 7), i(7, 4))
+add("fx_feather::token_nll.default", f(2, 3, 5), i(5, 2, 3))
 
 # Factories: no operand, or one that gives its dtype only.
 add("arange.default", 5)
