@@ -1,5 +1,6 @@
 """Law: every family of models, split by layouts of data, tensors, sequence and experts, is the model on one device."""
 
+import dataclasses
 from typing import Any
 
 import hypothesis.strategies as st
@@ -114,6 +115,24 @@ def test_statistics_count_each_token_once_whatever_is_recomputed_or_accumulated(
         step = ff.compile_step(module.loss(cfg), ff.adamw(lr=1e-3), **setup, **options)
         _, metrics = step.simulate(step.init(), batch())
         assert torch.equal(metrics["aux"]["load"], want)
+
+
+def test_biases_are_nudged_alike_in_every_layout() -> None:
+    _, cfg = FAMILIES["deepseek v3"]
+    runs = []
+    for mesh, layout in ((ff.Mesh(), layouts.single()), SPLITS["fsdp | tp_sp"]):
+        setup = {"template": deepseek_v3.template(cfg), "mesh": mesh, "layout": layout, "batch": batch()}
+        step = ff.compile_step(deepseek_v3.loss(cfg), ff.adamw(lr=1e-2), **setup)
+        state, loads = step.init(), []
+        for _ in range(3):
+            state, metrics = step.simulate(state, batch())
+            loads.append(metrics["aux"]["load"])
+            moved = deepseek_v3.nudge(state.params, loads[-1], 0.01)
+            state = dataclasses.replace(state, params=moved)
+        runs.append((torch.stack(loads), state.params["layers"][1]["moe"]["router"]["bias"]))
+    for one, two in zip(*runs, strict=True):
+        assert torch.equal(one, two)
+    assert runs[0][1].abs().sum() > 0
 
 
 SHARDED: dict[str, Any] = {
