@@ -72,9 +72,15 @@ def parameters(template: Any, mesh: Mesh, layout: Layout) -> Parameters:
     param.check_template(template, call="compile(..., template=...)")
     leaves, treedef = tree.flatten(template)
     paths = tree.paths_of(treedef)
-    types: list[ParamTypes] = [
-        layout.param_types(p.dim_names, p.shape, p.dtype, path) for p, path in zip(leaves, paths, strict=True)
-    ]
+    # Parameters that are alike share one object, so that the passes tell at a glance that they are.
+    known: dict[Any, ParamTypes] = {}
+    types: list[ParamTypes] = []
+    for p, path in zip(leaves, paths, strict=True):
+        own = layout.at(path)
+        key = (id(own), p.dims, p.shape, p.dtype)
+        if key not in known:
+            known[key] = own.param_types(p.dim_names, p.shape, p.dtype)
+        types.append(known[key])
     check_divides(((f"params{path}", t.compute) for path, t in zip(paths, types, strict=True)), mesh)
     return Parameters(paths, treedef, types, layout.precision.compute, layout.precision.reduce)
 

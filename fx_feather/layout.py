@@ -221,17 +221,24 @@ class Layout:
         names = tuple(names)
         return _assign(((),) * len(names), names, self.compute)
 
+    def at(self, path: str) -> "Layout":
+        """The layout of the parameter at a path: that of the first override whose pattern matches, or this one."""
+        for pattern, layout in self.overrides.items():
+            # fnmatch reads [...] as a set of characters; a path has brackets of its own.
+            if fnmatch.fnmatchcase(path, pattern.replace("[", "[[]")):
+                return layout.at(path)
+        return self
+
     def param_types(
         self, dims: tuple[str, ...], shape: tuple[int, ...], dtype: torch.dtype, path: str = ""
     ) -> ParamTypes:
         """The types of a parameter in use, at rest, of its gradient and of its optimizer state."""
-        for pattern, layout in self.overrides.items():
-            # fnmatch reads [...] as a set of characters; a path has brackets of its own.
-            if fnmatch.fnmatchcase(path, pattern.replace("[", "[[]")):
-                return layout.param_types(dims, shape, dtype, path)
+        own = self.at(path)
+        if own is not self:
+            return own.param_types(dims, shape, dtype, path)
         compute = self.value_dims(dims)
 
-        def at(split: Dims) -> Type:
+        def typed(split: Dims) -> Type:
             return Type(dtype, shape, split, names=dims)
 
         # A gradient and an optimizer state are parts of the part that rests, so that an update takes its own without
@@ -239,7 +246,7 @@ class Layout:
         store = _assign(compute, dims, self.store.params)
         grads = _nested(_assign(compute, dims, self.store.grads), store)
         opt = _nested(_assign(compute, dims, self.store.opt), _nested(grads, store))
-        return ParamTypes(at(compute), at(store), at(grads), at(opt))
+        return ParamTypes(*(typed(d) for d in (compute, store, grads, opt)))
 
 
 def _assign(start: Dims, names: tuple[str, ...], table: Table) -> Dims:

@@ -105,7 +105,7 @@ class Param:
                 "rule": "each dim has one name, `_` where no layout splits it",
                 "fix": f"dims={fill!r}, or a shape of {len(names)} dims",
             }
-        if not isinstance(self.init, Initializer) or isinstance(self.init, type):
+        if not callable(getattr(self.init, "block", None)) or isinstance(self.init, type):
             yield {
                 "got": f"init {self.init!r}",
                 "number": f"{self.init!r} has no method block(generator, n, dtype), or is not called",

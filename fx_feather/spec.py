@@ -152,7 +152,12 @@ class Type:
 
     def with_(self, **changes: object) -> "Type":
         """A copy with some fields changed."""
-        return dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+        # Equal changes give one object: types of leaves that are alike are then compared by identity.
+        made: dict[object, Type] = self.__dict__.setdefault("_made", {})
+        key = tuple(changes.items())
+        if key not in made:
+            made[key] = dataclasses.replace(self, **changes)  # type: ignore[arg-type]
+        return made[key]
 
     def stacked(self, n: int) -> "Type":
         """The type of `n` values of this type as one, along a new first dim."""

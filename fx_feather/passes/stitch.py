@@ -1,7 +1,6 @@
 """Stitching: local units, conversions of parameters and reductions of gradients, strung together to one program."""
 
 import dataclasses
-import functools as ft
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -34,6 +33,7 @@ class Funcs:
     others: dict[Any, Func] = dataclasses.field(default_factory=dict)
     results: dict[Func, list[Place]] = dataclasses.field(default_factory=dict)
     places: dict[Type, Place] = dataclasses.field(default_factory=dict)
+    free: dict[tuple[Type, Type], bool] = dataclasses.field(default_factory=dict)
 
     def place(self, t: Type) -> Place:
         """Where a value lies in memory in the order of its dims."""
@@ -47,6 +47,13 @@ class Funcs:
             nodes = func.graph.output_node().args[0]
             self.results[func] = [Place.of(n.meta["val"]) for n in nodes]
         return self.results[func]
+
+    def is_free(self, src: Type, dst: Type) -> bool:
+        """Whether a conversion changes no local value: R and I look alike."""
+        if (src, dst) not in self.free:
+            same = all(s.name in ("pvary", "unvary") for s in steps(src, dst, self.mesh))
+            self.free[src, dst] = same and src.dtype == dst.dtype
+        return self.free[src, dst]
 
     def plan(self, program: GlobalProgram, unit: int, types: Sequence[Type], params: Sequence[Type | None]) -> Plan:
         """The plan of a unit; `params` gives for each input that is a parameter its type in use."""
@@ -91,12 +98,6 @@ class Funcs:
         if known not in self.others:
             self.others[known] = trace_local(fn, places, device or self.device, name)
         return self.others[known]
-
-
-@ft.cache
-def is_free(src: Type, dst: Type, mesh: Mesh) -> bool:
-    """Whether a conversion changes no local value: R and I look alike."""
-    return src.dtype == dst.dtype and all(s.name in ("pvary", "unvary") for s in steps(src, dst, mesh))
 
 
 class Stitcher:
@@ -166,7 +167,7 @@ class Stitcher:
         todo: list[int] = []
         for k, (v, dst) in enumerate(zip(rows[0], wanted, strict=True)):
             src = self.types[v]
-            if not is_free(src, dst, self.mesh):
+            if not self.funcs.is_free(src, dst):
                 todo.append(k)
             elif src != dst:
                 relabeled.setdefault((src, self.places[v], dst), []).append(k)
