@@ -7,6 +7,8 @@ import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
+from .reuse import reuse
+
 Runnable = Callable[..., list[torch.Tensor]]
 
 #: Names of the backends: `eager` runs operator by operator, bit for bit as the graph says; `inductor` fuses them.
@@ -43,9 +45,13 @@ def build(graph: fx.Graph, constants: dict[str, torch.Tensor], backend: str) -> 
         backend: one of `BACKENDS`. With `inductor` the stretches between collectives are compiled; its results are
             close to those of `eager`, not the same bits.
     """
-    module = fx.GraphModule(constants, graph)
     if backend == "eager":
-        return tiled(graph, module.forward) or module.forward
+        frugal = fx.Graph()
+        frugal.output(frugal.graph_copy(graph, {}))
+        reuse(frugal)
+        forward = fx.GraphModule(constants, frugal).forward
+        return tiled(graph, forward) or forward
+    module = fx.GraphModule(constants, graph)
     if not any(_is_collective(n) for n in graph.nodes):
         return _compiled(module) if _computes(graph) else module.forward
     part, before = 0, False
@@ -77,7 +83,7 @@ def tiled(graph: fx.Graph, forward: Runnable) -> Runnable | None:
         None for a function that is not pointwise, or too small to gain.
     """
     nodes = [n for n in graph.nodes if n.op == "call_function"]
-    values = [n.meta["val"] for n in graph.nodes if n.op in ("placeholder", "call_function")]
+    values = [n.meta.get("val") for n in graph.nodes if n.op in ("placeholder", "call_function")]
     if len(nodes) < 3 or not all(isinstance(v, torch.Tensor) for v in values):
         return None
     shape = max((v.shape for v in values), key=lambda s: s.numel())
@@ -139,6 +145,7 @@ def _apart(graph: fx.Graph) -> tuple[Runnable, Runnable, list[int]]:
         if n.op == "call_function" and n not in small:
             inner[n] = second.node_copy(n, inner.__getitem__)
     second.output([inner[o] for o in graph.output_node().args[0]])
+    reuse(second)
     return fx.GraphModule({}, first).forward, fx.GraphModule({}, second).forward, scalars
 
 

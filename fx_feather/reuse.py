@@ -1,0 +1,92 @@
+"""Reuse of memory: operators write their result over an operand that nobody needs any more."""
+
+import torch
+from torch import fx
+
+aten = torch.ops.aten
+
+#: Operators whose operands may change places, bit for bit.
+_COMMUTE = {aten.add.Tensor, aten.mul.Tensor}
+
+#: Operators that give their operand's memory, whatever their schemas say.
+_SAME_MEMORY = {aten._unsafe_view.default, aten._reshape_alias.default}
+
+
+def reuse(graph: fx.Graph) -> None:
+    """Edits a graph in place: `c = a + b` becomes `c = a.add_(b)` where `a` was made in this graph and is used up.
+
+    Keeps results bit for bit: an operator in place runs the same kernel. What comes in and what a collective gives is
+    never written to. Fresh memory costs more than the arithmetic of an operator: the system clears each page of it.
+    """
+    order = {n: i for i, n in enumerate(graph.nodes)}
+    owner: dict[fx.Node, fx.Node | None] = {}
+    sharing: dict[fx.Node, list[fx.Node]] = {}
+    kept = set(graph.output_node().all_input_nodes)
+    for n in graph.nodes:
+        owner[n] = _owner(n, owner)
+        if n.op == "call_function":
+            for k in (0, 1) if n.target in _COMMUTE and len(n.args) == 2 and not n.kwargs else (0,):
+                target = _in_place(n, k)
+                if target is None:
+                    continue
+                a = n.args[k]
+                root = owner[a]
+                if root is None or _size(root) != _size(n):
+                    continue
+                # Nothing that lies in this memory may be read later, or by this operator as another operand.
+                alike = sharing[root]
+                if any(x in kept or any(order[u] > order[n] for u in x.users) for x in alike):
+                    continue
+                if sum(x in alike for x in _operands(n)) != 1:
+                    continue
+                n.args = (a, *(x for i, x in enumerate(n.args) if i != k))
+                n.target = target
+                owner[n] = root
+                break
+        root = owner[n]
+        if root is not None:
+            sharing.setdefault(root, []).append(n)
+
+
+def _operands(n: fx.Node) -> list[fx.Node]:
+    """All nodes among the arguments, one for each time it stands there."""
+    found: list[fx.Node] = []
+    fx.node.map_arg((n.args, n.kwargs), found.append)
+    return found
+
+
+def _owner(n: fx.Node, owner: dict[fx.Node, fx.Node | None]) -> fx.Node | None:
+    """The node that made the memory in which the result of `n` lies; None if it came from outside, or may have."""
+    if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload) or n.target.namespace != "aten":
+        return None
+    shares = n.target in _SAME_MEMORY or any(r.alias_info is not None for r in n.target._schema.returns)
+    if shares:
+        return owner.get(n.args[0]) if isinstance(n.args[0], fx.Node) else None
+    if len(n.target._schema.returns) != 1 or not isinstance(n.meta.get("val"), torch.Tensor):
+        return None
+    # A composite operator may give an operand back, and says nothing of it.
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(n.target.name(), "CompositeImplicitAutograd")
+    return None if composite else n
+
+
+def _in_place(n: fx.Node, k: int) -> torch._ops.OpOverload | None:
+    """The operator that writes the result of `n` over its operand `k`, if there is one and the result fits there."""
+    target, val = n.target, n.meta.get("val")
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or not isinstance(val, torch.Tensor):
+        return None
+    a = n.args[k] if len(n.args) > k else None
+    old = a.meta.get("val") if isinstance(a, fx.Node) else None
+    fine = torch.Tag.pointwise in target.tags or target is aten.scatter_add.default
+    if not isinstance(old, torch.Tensor) or not fine or target._schema.is_mutable:
+        return None
+    if (old.shape, old.stride(), old.dtype, old.device) != (val.shape, val.stride(), val.dtype, val.device):
+        return None
+    packet = getattr(aten, target.overloadpacket.__name__ + "_", None)
+    found = getattr(packet, target._overloadname, None)
+    if found is None or [x.name for x in found._schema.arguments] != [x.name for x in target._schema.arguments]:
+        return None
+    return found
+
+
+def _size(n: fx.Node) -> int:
+    return n.meta["val"].numel() * n.meta["val"].element_size()

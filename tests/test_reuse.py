@@ -1,0 +1,98 @@
+"""An operator writes over an operand only where nobody can see it: the results, and what came in, keep their bits."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fx_feather.reuse import reuse
+
+aten = torch.ops.aten
+
+
+def graph_of(fn, *args):
+    return make_fx(fn, tracing_mode="fake")(*args).graph
+
+
+def run(graph, args):
+    return fx.GraphModule({}, graph)(*[a.clone() for a in args])
+
+
+def in_place(graph):
+    return [n.target.overloadpacket.__name__ for n in graph.nodes if n.op == "call_function" and is_mutable(n)]
+
+
+def is_mutable(n):
+    return isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable
+
+
+def check(fn, *args):
+    """Runs a function as traced and with its memory reused; the operators that became in-place."""
+    graph = graph_of(fn, *args)
+    expected, before = run(graph, args), [a.clone() for a in args]
+    reuse(graph)
+    graph.lint()
+    module, given = fx.GraphModule({}, graph), [a.clone() for a in args]
+    got = module(*given)
+    for a, b in zip((*got, *given), (*expected, *before), strict=True):
+        assert torch.equal(a, b) and a.stride() == b.stride()
+    return in_place(graph)
+
+
+X, Y = torch.randn(4, 6), torch.randn(4, 6)
+
+
+@pytest.mark.parametrize(
+    ("fn", "expected"),
+    [
+        (lambda x, y: [((x * y) + x).exp()], ["add_", "exp_"]),
+        (lambda x, y: [x + (x * y)], ["add_"]),  # a sum commutes
+        (lambda x, y: [x - (x * y)], []),  # a difference does not
+        (lambda x, y: [x.exp()], []),  # what came in is not written to
+        (lambda x, y: [x.t().exp(), x.view(24).exp()], []),
+        (lambda x, y: (lambda a: [a, a.exp()])(x * y), []),  # a result
+        (lambda x, y: (lambda a: [a.exp(), a.sin()])(x * y), ["sin_"]),  # used up by the later one
+        (lambda x, y: (lambda a: [a * a])(x * y), []),  # both operands
+        (lambda x, y: (lambda a: [a.t() @ a.exp()])(x * y), []),  # a view is read later
+        (lambda x, y: (lambda a: [a.view(24).exp(), a[0] + 1])(x * y), []),
+        (lambda x, y: (lambda a: [a[:2].exp()])(x * y), []),  # a part would keep the whole alive
+        (lambda x, y: [(x * y)[:1] + x], []),  # another shape
+        (lambda x, y: [(x * y) > 0], []),  # another dtype
+        (lambda x, y: [torch.zeros(4, 6).scatter_add(1, (x > 0).long(), y)], ["scatter_add_"]),
+        (lambda x, y: [((x @ y.t()) @ y).view(24).mul(2.0)], ["mul_"]),  # a view of all of it
+    ],
+)
+def test_only_what_nobody_needs_is_written_over(fn, expected):
+    assert check(fn, X, Y) == expected
+
+
+OPS = {
+    "add": lambda a, b: a + b,
+    "sub": lambda a, b: a - b,
+    "mul": lambda a, b: a * b,
+    "exp": lambda a, b: (a / 8).exp(),
+    "scale": lambda a, b: a * 0.5,
+    "turn": lambda a, b: a.t().contiguous().t() + b,
+    "view": lambda a, b: a.view(24).view(4, 6),
+    "rows": lambda a, b: a[:2].repeat(2, 1) * b,
+    "half": lambda a, b: torch.cat([a[:2], b[2:]]),
+    "matmul": lambda a, b: torch.tanh(a @ b.t()) @ b,
+    "norm": lambda a, b: a * (b.pow(2).mean(-1, keepdim=True) + 1).rsqrt(),
+    "softmax": lambda a, b: a.softmax(-1),
+}
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(sorted(OPS)), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8),
+    st.lists(st.integers(0, 9), min_size=1, max_size=3),
+)
+def test_any_chain_keeps_its_bits(steps, results):
+    def fn(x, y):
+        values = [x, y]
+        for name, i, j in steps:
+            values.append(OPS[name](values[i % len(values)], values[j % len(values)]))
+        return [values[-1 - r % len(values)] + 0 for r in results] + [values[-1].clone()]
+
+    check(fn, X, Y)
