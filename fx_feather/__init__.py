@@ -27,6 +27,10 @@ from .step import State as State
 from .step import Step as Step
 from .step import compile_step as compile_step
 
+# Writing texts with a model.
+from .generate import Generator as Generator
+from .sampling import Sampling as Sampling
+
 # Optimizers and learning rates.
 from .optim import Transform as Transform
 from .optim import adamw as adamw

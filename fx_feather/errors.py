@@ -56,6 +56,10 @@ class DataError(FeatherError):
     """A data file that is missing, empty or too short."""
 
 
+class GenerateError(FeatherError):
+    """Prompts, or a way of choosing tokens, that no text can be generated from."""
+
+
 class NonFiniteError(FeatherError):
     """A loss or gradient that is NaN or infinite; the step was not applied."""
 

@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # a folder directly in fx_feather/. A new one is put on a floor here, as low as it can be.
 FLOORS = (
     {"errors"},
-    {"settings", "tree", "data", "metrics", "mesh", "backend", "garbage", "reuse"},
+    {"settings", "sampling", "tree", "data", "metrics", "mesh", "backend", "garbage", "reuse"},
     {"spec"},
     {"initializers", "param"},
     {"layout"},
@@ -35,7 +35,7 @@ FLOORS = (
     {"inputs", "manual"},
     {"compiled", "shard_map"},
     {"compiler", "step"},
-    {"testing"},
+    {"testing", "generate"},
 )
 FLOOR = {module: number for number, floor in enumerate(FLOORS) for module in floor}
 

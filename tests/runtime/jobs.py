@@ -3,6 +3,7 @@
 A job writes what it found to `FOLDER/rankN.json`, and tensors to safetensors beside it. The judgement is the test's.
 """
 
+import functools as ft
 import json
 import os
 import sys
@@ -19,9 +20,11 @@ import fx_feather as ff
 import layouts
 from fx_feather import tree
 from fx_feather.collectives import COLLECTIVES, lockstep
+from fx_feather.generate import Generator
 from fx_feather.models import llama
 from fx_feather.program import Func
 from fx_feather.runtime import Runtime
+from fx_feather.sampling import Sampling
 from fx_feather.spec import shard
 from tests.runtime.compositions import COMPOSITIONS, STEPS, Composition, config
 
@@ -214,6 +217,25 @@ def failing_world(out: Path, fault: Callable[[], None]) -> dict[str, Any]:
     started = time.monotonic()
     error = caught(step, state, batch)
     return {"error": error, "waited": time.monotonic() - started}
+
+
+def generator(**split: Any) -> Generator:
+    """A generator of texts by a small model, split where a mesh and a layout are given."""
+    cfg = config(init_std=0.5)
+    return Generator(
+        ft.partial(llama.extend, cfg), template=llama.template(cfg), cache=llama.cache_template(cfg, 2, 9), **split
+    )
+
+
+def written(generate: Generator, params: Any) -> list[Any]:
+    """Two texts of unequal prompts, the likeliest and some that are drawn."""
+    sampled = Sampling(temperature=1.5, top_p=0.9, seed=2)
+    return [generate(params, [[1, 2, 3], [4]], 6, s, stop=[7]) for s in (Sampling(), sampled)]
+
+
+def generated(out: Path) -> dict[str, Any]:
+    generate = generator(mesh=ff.Mesh(tp=2), layout=layouts.tp_sp("tp"), device="cpu")
+    return {"texts": written(generate, generate.prefill.init_params(5))}
 
 
 def killed(out: Path) -> dict[str, Any]:
