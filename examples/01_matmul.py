@@ -34,21 +34,17 @@ def multiply(params: dict[str, torch.Tensor], a: torch.Tensor) -> torch.Tensor:
     return ff.constrain(a @ params["b"], "row col")
 
 
-def run(f: ff.Compiled, batch: torch.Tensor) -> torch.Tensor:
-    """Whole results: from the ranks that torchrun started, or from all ranks simulated in this process."""
-    params = f.init_params(seed=0)
-    return f.whole(f(params, f.shard(batch))) if f.local else f.simulate(params, batch)
-
-
 def main() -> None:
     template = {"b": ff.Param("inner col", (16, 32), init=ff.normal(1.0), dtype=torch.float64)}
     a = torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    expected = multiply(ff.init(template, seed=0), a)  # the same function, on one device
+    params = ff.init(template, seed=0)
+    expected = multiply(params, a)  # the same function, on one device
 
     lines, worst = [f"a @ b, [8, 16] @ [16, 32] on {MESH!r}"], 0.0
     for name, layout in LAYOUTS.items():
         f = ff.compile(multiply, template=template, mesh=MESH, layout=layout, batch=a, batch_dims="row inner")
-        worst = max(worst, (run(f, a) - expected).abs().max().item())
+        # Whole values in and out: on the ranks that torchrun started, or on simulated ones in this process.
+        worst = max(worst, (f.run_whole(params, a) - expected).abs().max().item())
         sent = ", ".join(repr(c) for c in f.collectives()) or "nothing"
         lines.append(f"{name:<36} result {f.out_types!s:<20} communicates {sent}")
 

@@ -71,8 +71,7 @@ def both_sides(f: Map, in_spec: ff.P, out_spec: ff.P, c: Tensor) -> tuple[Tensor
 
     layout = ff.Layout(compute={"row": "x"})
     g = ff.compile(ff.value_and_grad(loss), template=TEMPLATE, mesh=MESH, layout=layout, batch=c, batch_dims="_ _")
-    params = g.init_params(seed=0)
-    out, grads = g.whole(g(params, g.shard(c))) if g.local else g.simulate(params, c)
+    out, grads = g.run_whole(ff.init(TEMPLATE, seed=0), c)
     return out["loss"], out["aux"], grads["x"]
 
 

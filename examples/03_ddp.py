@@ -48,10 +48,8 @@ def main() -> None:
 
     mesh, layout = ff.Mesh(dp=RANKS), layouts.ddp("dp")
     g = ff.compile(ff.value_and_grad(loss_fn), template=template(), mesh=mesh, layout=layout, batch=batch)
-    params = g.init_params(seed=0)
-    out, grads = g.whole(g(params, g.shard(batch))) if g.local else g.simulate(params, batch)
-
     whole = ff.init(template(), seed=0)
+    out, grads = g.run_whole(whole, batch)
     expected: Any
     expected_out, expected = ff.value_and_grad(loss_fn)(whole, batch)  # on one device
     # The classic mistake, for comparison: every rank divides by its own count, and the gradients are averaged.

@@ -57,15 +57,15 @@ def main() -> None:
     x, y = torch.randn(2, 2, 8, EMBED, dtype=torch.float64, generator=random)
     batch = {"x": x, "y": y, "positions": torch.arange(8).repeat(2, 1)}
     dims = {"x": "batch residual_seq embed", "y": "batch residual_seq embed", "positions": "batch seq"}
-    expected_out, expected = ff.value_and_grad(loss_fn)(ff.init(template(), seed=0), batch)  # on one device
+    params = ff.init(template(), seed=0)
+    expected_out, expected = ff.value_and_grad(loss_fn)(params, batch)  # on one device
 
     mesh, lines, worst = ff.Mesh(tp=RANKS), [], 0.0
     for layout in (layouts.tp("tp"), layouts.tp_sp("tp")):
         g = ff.compile(
             ff.value_and_grad(loss_fn), template=template(), mesh=mesh, layout=layout, batch=batch, batch_dims=dims
         )
-        params = g.init_params(seed=0)
-        out, grads = g.whole(g(params, g.shard(batch))) if g.local else g.simulate(params, batch)
+        out, grads = g.run_whole(params, batch)
         off = optree.tree_map(lambda a, b: ((a - b).norm() / b.norm()).item(), grads, expected)
         worst = max(worst, abs(out["loss"] - expected_out["loss"]).item(), *optree.tree_leaves(off))
         lines.append(f"{layout}\n  on {mesh!r}: the program calls, in order")

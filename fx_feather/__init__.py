@@ -34,6 +34,7 @@ from .sampling import Sampling as Sampling
 # Optimizers and learning rates.
 from .optim import Transform as Transform
 from .optim import adamw as adamw
+from .optim import apply_updates as apply_updates
 from .optim import chain as chain
 from .optim import clip_by_global_norm as clip_by_global_norm
 from .optim import scale as scale
@@ -56,8 +57,9 @@ from .manual import pvary as pvary
 from .manual import reduce_scatter as reduce_scatter
 from .collectives import COLLECTIVES as COLLECTIVES
 
-# Rules of one's own operators, property tests of one's own models, checkpoints of others, errors.
+# Rules of one's own operators, property tests of one's own models, checkpoints of others, trees, errors.
 from .rules import rule as rule
 from . import testing as testing
 from . import hf as hf
+from . import tree as tree
 from .errors import FeatherError as FeatherError

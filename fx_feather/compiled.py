@@ -109,6 +109,20 @@ class Common:
         ]
         return tree.unflatten(self.batch.treedef, [p.to(self.runtime().device) for p in parts])
 
+    def shard_params(self, params: Any) -> Any:
+        """This rank's part of whole parameters, as they rest, on its device.
+
+        Raises:
+            ShapeError: another structure, shape or dtype than the template's; all leaves at once.
+        """
+        leaves = self.whole_params(params, "shard_params(params)")
+        return tree.unflatten(self.params.treedef, self.own_parts(leaves, self.params.at_rest()))
+
+    def own_parts(self, values: Sequence[torch.Tensor], types: Sequence[Type]) -> list[torch.Tensor]:
+        """Copies of this rank's parts of whole values."""
+        run = self.runtime()
+        return [shard(x, t, self.mesh, run.rank).to(run.device, copy=True) for x, t in zip(values, types, strict=True)]
+
     def _whole_shape(self, t: Type) -> tuple[int, ...]:
         at = t.names.index("batch") if t.names and "batch" in t.names else None
         return tuple(n * (self.microbatches if i == at else 1) for i, n in enumerate(t.shape))

@@ -152,6 +152,17 @@ class Compiled(Common):
         outs = self._chain(self.simulator().run, [*values, *self.sim_microbatches(batch, "simulate(params, batch)")[0]])
         return tree.unflatten(self._out_tree, self.gather(outs, self._out_types))
 
+    def run_whole(self, params: Any, batch: Any) -> Any:
+        """Runs wherever this process is: whole values in, and whole results out, the same on every rank.
+
+        Under torchrun each rank takes its own part of what comes in, and the results are gathered; in one process all
+        ranks are simulated. It is for looking at results and comparing them: every rank must call it, and each then
+        holds all values. What is called often keeps its values split: `f(params, batch)` with local parts.
+        """
+        if not self.local:
+            return self.simulate(params, batch)
+        return self.whole(self(self.shard_params(params), self.shard(batch)))
+
 
 def _value_order(out: dict[str, Any]) -> list[int]:
     """Where the leaves of the result dict stand in [loss, count, *aux]."""
@@ -191,7 +202,8 @@ def compile(
             results that are close but not the same bits.
 
     Returns:
-        A `Compiled`: call it with local parts under torchrun, or `simulate` it with whole values in one process.
+        A `Compiled`: call it with local parts under torchrun, `simulate` it with whole values in one process, or
+        `run_whole` it in both.
 
     Raises:
         FeatherError: whatever of the template, layout, batch and function do not fit together.

@@ -157,6 +157,31 @@ class Step(Common):
             metrics["aux"] = tree.unflatten(self._aux_tree, aux)
         return self._state(whole, state), metrics
 
+    def run_whole(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
+        """Takes one step wherever this process is: a whole batch in, and whole results out, the same on every rank.
+
+        Under torchrun each rank takes its own part of what comes in, and the results are gathered; in one process all
+        ranks are simulated. It is for looking at results and comparing them: every rank must call it, and each then
+        holds all values. A training loop calls the step itself, whose state stays split.
+
+        Args:
+            state: from `init`, or from here; nothing is taken over, and it can be used again.
+            batch: the whole batch.
+        """
+        if not self.local:
+            return self.simulate(state, batch)
+        opt = self._opt_leaves(state, "run_whole(state, batch)")
+        if state.whole:
+            params, opt = self.shard_params(state.params), self.own_parts(opt, self._state_types)
+        else:
+            params, opt = tree.map(torch.clone, state.params), [x.clone() for x in opt]
+        own = State(params, tree.unflatten(self._state_tree, opt), state.step, whole=False)
+        new, metrics = self(own, self.shard(batch))
+        if self._aux_tree is not None:
+            aux = self.runtime().gather(tree.leaves(metrics["aux"]), self._result_types[2:])
+            metrics["aux"] = tree.unflatten(self._aux_tree, aux)
+        return self.whole(new), metrics
+
     def whole(self, state: State) -> State:
         """The state in whole values, the same on every rank, from the local parts that the ranks hold.
 

@@ -202,8 +202,32 @@ def world_of_four(out: Path) -> dict[str, Any]:
     return found
 
 
+def whole_values() -> dict[str, Any]:
+    """One call on whole values, in a world of ranks or in one process: results, and what is left of its inputs."""
+    # A size that does not divide, so that parts are padded.
+    step, batch = linear_step(ff.Mesh(dp=2), layouts.fsdp("dp"), features=5), linear_batch(5)
+    state, history = step.init(seed=1), []
+    for _ in range(3):
+        before = state
+        state, metrics = step.run_whole(before, batch)
+        again = step.run_whole(before, batch)[1]
+        history.append([metrics["loss"], metrics["grad_norm"], again["loss"]])
+
+    def loss(params: Any, data: Any) -> tuple[torch.Tensor, torch.Tensor, Any]:
+        x = data["x"] * params["a"] * params["b"]
+        return x.square().sum(), torch.tensor(x.shape[0]), {"rows": x.sum(1), "total": x.sum()}
+
+    given = {"mesh": ff.Mesh(dp=2), "layout": layouts.fsdp("dp"), "batch": batch, "batch_dims": "batch embed"}
+    g = ff.compile(ff.value_and_grad(loss), template=step.template, **given, device="cpu")
+    out = g.run_whole(state.params, batch)
+    # Under torchrun these are local parts.
+    own = step.whole(step.init(seed=1)).params
+    leaves = [*tree.leaves(state.params), *tree.leaves(own), *tree.leaves(out)]
+    return {"history": history, "step": state.step, "values": [x.double().reshape(-1).tolist() for x in leaves]}
+
+
 def world_of_two(out: Path) -> dict[str, Any]:
-    return {"ddp": train("ddp", out), "refusals": refusals()}
+    return {"ddp": train("ddp", out), "refusals": refusals(), "whole": whole_values()}
 
 
 def failing_world(out: Path, fault: Callable[[], None]) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from fx_feather import tree
 from fx_feather.errors import MeshError
 from fx_feather.spec import assemble
 from tests.runtime.compositions import COMPOSITIONS, STEPS
-from tests.runtime.jobs import compiled_forward, linear_batch, linear_step
+from tests.runtime.jobs import compiled_forward, linear_batch, linear_step, whole_values
 from tests.runtime.launch import Ended, launch
 
 PARTS = ("got:", "problem:", "rule:", "fix:")
@@ -80,6 +80,19 @@ def test_a_compiled_forward_is_as_simulated(four) -> None:
     want = f.simulate(ff.init(f.template, 3), c.batch())
     parts = [load_file(out / f"forward{r}.safetensors")["logits"] for r in range(4)]
     torch.testing.assert_close(assemble(parts, f.out_types, c.mesh), want, rtol=1e-12, atol=1e-14)
+
+
+def test_one_call_takes_whole_values_on_ranks_and_in_one_process(two) -> None:
+    _, found = two
+    want = whole_values()
+    for report in found:
+        got = report["whole"]
+        assert got["step"] == want["step"] == 3
+        for a, b in zip(got["history"], want["history"], strict=True):
+            assert a == pytest.approx(b, rel=1e-12)
+            assert a[0] == a[2], "nothing of what came in was changed"
+        for a, b in zip(got["values"], want["values"], strict=True):
+            assert a == pytest.approx(b, rel=1e-12, abs=1e-14)
 
 
 def test_every_collective_is_its_reference(four) -> None:
