@@ -122,8 +122,8 @@ def shard_map(f: Callable[..., Any], *, mesh: Mesh, in_specs: Any, out_specs: An
 
     Source: JAX, `jax.shard_map` and its varying types.
 
-    >>> import fx_feather as ff
-    >>> f = ff.shard_map(lambda x: ff.psum(x.sum(), "tp"), mesh=ff.Mesh(tp=2), in_specs=ff.P("tp"), out_specs=ff.P())
+    >>> from fx_feather import Mesh, P, psum
+    >>> f = shard_map(lambda x: psum(x.sum(), "tp"), mesh=Mesh(tp=2), in_specs=P("tp"), out_specs=P())
     >>> f(torch.arange(4.0))
     tensor(6.)
     """

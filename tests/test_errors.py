@@ -215,7 +215,7 @@ CASES = [
     case(
         "operator without a rule", E.RuleError,
         lambda: one(lambda w: torch.ops.test_errors.twist(w), "mlp embed", (8, 4), SPLIT),
-        "test_errors::twist", HERE, "f32[8@tp, 4]", 'ff.rule("test_errors::twist", "!a !b -> ...")',
+        "test_errors::twist", HERE, "f32[8@tp, 4]", 'ff.rule("test_errors::twist", "!a !b -> !a !b")',
     ),
     case(
         "operator in place", E.RuleError, lambda: one(lambda w: (w * 2).relu_(), "mlp", (8,), SPLIT),

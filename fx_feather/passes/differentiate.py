@@ -132,8 +132,8 @@ def linearize(
 def _refuse(name: str, error: BaseException) -> NoReturn:
     """The forward ran before, so what fails now is its gradient."""
     text = str(error).splitlines()[0] if str(error) else type(error).__name__
-    found = re.search(r"\b(\w+::\w+|\w+\.\w+\.default)\b", text)
-    op = found[1] if found else "namespace::operator"
+    found = re.search(r"derivative for '?(?:aten::)?(\w+)", text)
+    op = f"aten::{found[1]}" if found else "namespace::operator"
     parts = message(
         call=f"the gradient of {name}",
         got=f"{type(error).__name__}: {text}",

@@ -1,0 +1,214 @@
+"""What a trace would lose is refused by name, and what it can keep has the gradient of one device."""
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.autograd.function import BackwardCFunction
+from torch.utils.checkpoint import checkpoint
+
+import fx_feather as ff
+from fx_feather import tree
+
+PARTS = ("got:", "problem:", "rule:", "fix:")
+HERE = Path(__file__).name
+F64 = torch.float64
+TEMPLATE = {"w": ff.Param("embed mlp", (4, 8), dtype=F64)}
+X = torch.randn(4, 4, dtype=F64, generator=torch.Generator().manual_seed(0))
+LAYOUTS = (ff.Layout(compute={"mlp": "a"}), ff.Layout(compute={"batch": "a"}), ff.Layout(compute={"embed": "a"}))
+Inner = Callable[[torch.Tensor], torch.Tensor]
+
+
+def compiled(inner: Inner, layout: ff.Layout) -> ff.Compiled:
+    fn = ff.value_and_grad(loss_of(inner))
+    return ff.compile(
+        fn, template=TEMPLATE, mesh=ff.Mesh(a=2), layout=layout, batch=X, batch_dims="batch embed", device="cpu"
+    )
+
+
+def loss_of(inner: Inner) -> Callable[..., Any]:
+    return lambda params, x: (inner(x @ params["w"]).sum(), torch.tensor(x.shape[0]))
+
+
+def refusal(inner: Inner) -> str:
+    with pytest.raises(ff.FeatherError) as error:
+        compiled(inner, LAYOUTS[0])
+    text = str(error.value)
+    assert all(part in text for part in PARTS), text
+    assert HERE in text, "the user's own line"
+    assert "__init__" not in vars(BackwardCFunction), "torch is as it was"
+    return text
+
+
+class SquaredRelu(torch.autograd.Function):
+    """Its backward is not the derivative of its forward, so that losing it shows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.relu().square()
+
+    @staticmethod
+    def backward(ctx: Any, *cts: torch.Tensor) -> torch.Tensor:
+        return cts[0]
+
+
+by_name = SquaredRelu.apply  # as models often write it: taken from the class before anything is traced
+
+
+@pytest.mark.parametrize("apply", [lambda h: SquaredRelu.apply(h), by_name, ff.block(lambda h: by_name(h), "half")])
+def test_an_autograd_function_is_refused(apply) -> None:
+    text = refusal(apply)
+    assert "SquaredRelu.apply at" in text and "its backward would be lost" in text
+    assert '@torch.library.custom_op("mylib::squared_relu"' in text and "vjp=fn" in text
+
+
+def test_an_autograd_function_is_refused_in_a_region_too() -> None:
+    f = ff.shard_map(lambda x: ff.psum(by_name(x), "a"), mesh=ff.Mesh(a=2), in_specs=ff.P("a"), out_specs=ff.P())
+    with pytest.raises(ff.FeatherError, match=r"SquaredRelu\.apply at"):
+        f(X)
+
+
+def test_autograd_functions_work_in_other_threads_and_afterwards() -> None:
+    inside, done, found = threading.Event(), threading.Event(), []
+
+    def other() -> None:
+        inside.wait(60)
+        x = X.clone().requires_grad_()
+        by_name(x).sum().backward()
+        found.append(x.grad)
+        done.set()
+
+    def inner(h: torch.Tensor) -> torch.Tensor:
+        inside.set()
+        assert done.wait(60)
+        return h.exp()
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    compiled(inner, LAYOUTS[0])
+    thread.join()
+    assert torch.equal(found[0], torch.ones_like(X))
+    assert "__init__" not in vars(BackwardCFunction)
+    refusal(by_name)
+    x = X.clone().requires_grad_()
+    by_name(x).sum().backward()
+    assert torch.equal(x.grad, torch.ones_like(X))
+
+
+def _backward(h: torch.Tensor) -> torch.Tensor:
+    x = h.new_ones(3).requires_grad_()
+    x.exp().sum().backward()
+    return h * x.grad.sum()
+
+
+def _hook(h: torch.Tensor) -> torch.Tensor:
+    h.register_hook(lambda ct: ct * 2)
+    return h
+
+
+def _autocast(h: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        return (h @ h.T).double()
+
+
+# torch.func.jvp itself loads scripts that torch has deprecated.
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("inner", "problem", "fix"),
+    [
+        (torch.func.grad(lambda h: h.exp().sum()), "1 transform would be lost", "ff.value_and_grad"),
+        (lambda h: torch.func.vjp(torch.exp, h)[1](h)[0], "1 transform would be lost", "ff.value_and_grad"),
+        (lambda h: torch.func.jvp(torch.exp, (h,), (h,))[1], "1 transform would be lost", "ff.value_and_grad"),
+        (torch.vmap(lambda row: row.exp().sum()), "1 transform would be lost", "dims in the place of vmap"),
+        (_backward, "1 call of requires_grad_ would be lost", "ff.value_and_grad"),
+        (lambda h: h * torch.zeros(8, requires_grad=True), "requires_grad=True would be lost", "ff.value_and_grad"),
+        (_hook, "1 call of register_hook would be lost", "vjp=fn"),
+        (_autocast, "1 context would be lost", "ff.Precision(compute=torch.bfloat16)"),
+        (lambda h: checkpoint(torch.exp, h, use_reentrant=True), "its backward would be lost", "remat='full'"),
+        (lambda h: h * X.sum(), "1 tensor is closed over", "pass the tensor in the parameters or the batch"),
+    ],
+)
+def test_what_a_trace_would_lose_is_refused(inner, problem, fix) -> None:
+    # The line of a lambda that torch calls is the line that called torch.
+    text = refusal(lambda h: inner(h))
+    assert problem in text and fix in text
+
+
+def _no_grad(h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        k = h.exp()
+    return h * k
+
+
+def _enabled_inside(h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        k = h.exp()
+        with torch.enable_grad():
+            m = h.sin()
+        n = m * 2
+    return h * k + m + h * n
+
+
+def _inference(h: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode():
+        k = h.exp()
+    return h * k.clone()
+
+
+def _handed_on(h: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        k, v = h.contiguous(), h.unsqueeze(0)
+        d = h.to(torch.float64)
+    return h * k + d.exp() * v[0]
+
+
+@torch.no_grad()
+def _decorated(h: torch.Tensor) -> torch.Tensor:
+    return h.exp()
+
+
+def _around_a_block(h: torch.Tensor) -> torch.Tensor:
+    f = ff.block(torch.exp, "exp")
+    with torch.no_grad():
+        k = f(h)
+        same = ff.block(lambda x: x, "same")(h)
+    return f(h) * k + same.sin()
+
+
+def _disabled_autocast(h: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu", enabled=False):
+        return h.exp()
+
+
+KEPT: list[Inner] = [
+    lambda h: h * h.detach(),
+    _no_grad,
+    _enabled_inside,
+    _inference,
+    _handed_on,
+    lambda h: h * _decorated(h),
+    lambda h: h * ff.block(_decorated, "decorated")(h),
+    _around_a_block,
+    _disabled_autocast,
+]
+
+
+@pytest.mark.parametrize("inner", KEPT)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_where_no_gradient_is_wanted_there_is_none(inner, layout) -> None:
+    params = ff.init(TEMPLATE, seed=1)
+    want = ff.value_and_grad(loss_of(inner))(params, X)
+    got = compiled(inner, layout).simulate(params, X)
+    for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_compiling_under_no_grad_changes_nothing() -> None:
+    params = ff.init(TEMPLATE, seed=1)
+    with torch.no_grad():
+        g = compiled(torch.exp, LAYOUTS[0])
+        got = g.simulate(params, X)[1]["w"]
+    torch.testing.assert_close(got, ff.value_and_grad(loss_of(torch.exp))(params, X)[1]["w"], rtol=1e-12, atol=1e-12)
