@@ -18,7 +18,7 @@ from .settings import check
 from .simulate import Simulator
 from .spec import Type, assemble, pad_to, shard, slices
 from .trace import trace
-from .unit import Aval, GlobalProgram
+from .unit import GlobalProgram, avals
 
 #: Bytes of gradients that are reduced together, as in PyTorch's DistributedDataParallel.
 BUCKET_BYTES = 25 << 20
@@ -70,11 +70,9 @@ class Common:
         self.program: Program
 
     def trace(self, fn: Callable[..., Any], name: str) -> GlobalProgram:
-        def avals(types: Sequence[Type]) -> list[Aval]:
-            return [Aval(t.shape, t.dtype, self.device) for t in types]
-
-        params = tree.unflatten(self.params.treedef, avals(self.params.in_use()))
-        program = trace(fn, (params, tree.unflatten(self.batch.treedef, avals(self.batch.types))), name)
+        params = tree.unflatten(self.params.treedef, avals(self.params.in_use(), self.device))
+        batch = tree.unflatten(self.batch.treedef, avals(self.batch.types, self.device))
+        program = trace(fn, (params, batch), name)
         named = {n for p in tree.leaves(self.template) for n in p.dim_names}
         named |= {n for t in self.batch.types for n in t.names or ()} | program.dim_names()
         self.layout.check_dims(named)

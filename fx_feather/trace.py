@@ -6,7 +6,7 @@ import functools as ft
 import operator
 import types
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -48,8 +48,9 @@ class _Trace:
     def fakes(self, avals: Sequence[Aval]) -> list[torch.Tensor]:
         """Tensors without memory, which are many: a copy of one costs a tenth of a new one, or of a mode's."""
         with _disable_current_modes(), torch._C.DisableTorchFunction():
-            first = {a: torch.empty(a.shape, dtype=a.dtype, device="meta") for a in dict.fromkeys(avals)}
-            metas = [first[a].detach() for a in avals]
+            distinct = {id(a): a for a in avals}
+            first = {k: torch.empty(a.shape, dtype=a.dtype, device="meta") for k, a in distinct.items()}
+            metas = [first[id(a)].detach() for a in avals]
             if self.mode is None:
                 return metas
             return [FakeTensor(self.mode, m, torch.device(a.device)) for m, a in zip(metas, avals, strict=True)]
@@ -162,33 +163,41 @@ class Block:
         # A block in a block is part of it: the outer one is the unit.
         if _current is None or _current.inside:
             return [self.fn(*row) for row in rows]
-        function = (self.name, _identity(self.fn, _current.kept))
-        groups: dict[int, list[tuple[int, list[torch.Tensor]]]] = {}
+        alike: dict[Any, list[_Row]] = {}
         with torch._C.DisableTorchFunction():  # a question about a shape is no operator
-            keys = [_key(_current, row) for row in rows]
-        for at, (key, leaves, treedef, tensors) in enumerate(keys):
-            if (function, key) not in _current.ids:
-                _current.ids[function, key] = _trace_block(_current, self.fn, self.name, leaves, treedef)
-            groups.setdefault(_current.ids[function, key], []).append((at, tensors))
+            for at, row in enumerate(rows):
+                leaves, treedef = tree.flatten(row)
+                key = (treedef, *(_kind(x, _current.kept) for x in leaves))
+                alike.setdefault(key, []).append(_Row(at, leaves, treedef))
+        # Under torch.no_grad a block is another one.
+        function = (self.name, _identity(self.fn, _current.kept), torch.is_grad_enabled())
         results: list[Any] = [None] * len(rows)
-        for id, members in groups.items():
+        for key, members in alike.items():
+            if (function, key) not in _current.ids:
+                first = members[0]
+                _current.ids[function, key] = _trace_block(_current, self.fn, self.name, first.leaves, first.treedef)
+            id = _current.ids[function, key]
             avals, out_tree = _current.outs[id]
             # Models have few calls, and a row each: their graph is cut between them.
-            parts = [members] if _current.calls is not None else [[m] for m in members]
-            for part in parts:
-                flat = _emit_block([x for _, tensors in part for x in tensors], id, len(part))
-                for k, (at, _) in enumerate(part):
-                    results[at] = tree.unflatten(out_tree, flat[k * len(avals) : (k + 1) * len(avals)])
+            for part in [members] if _current.calls is not None else [[m] for m in members]:
+                tensors = [x for m in part for x in m.leaves if isinstance(x, torch.Tensor)]
+                flat = _emit_block(tensors, id, len(part))
+                for k, m in enumerate(part):
+                    results[m.at] = tree.unflatten(out_tree, flat[k * len(avals) : (k + 1) * len(avals)])
         return results
 
 
-def _key(trace: _Trace, row: tuple[Any, ...]) -> tuple[Any, list[Any], Any, list[torch.Tensor]]:
-    """What is equal for argument tuples that trace alike; and the tuple's leaves, structure and tensors."""
-    leaves, treedef = tree.flatten(row)
-    tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-    parts = tuple((x.shape, x.dtype) if isinstance(x, torch.Tensor) else _identity(x, trace.kept) for x in leaves)
-    # Under torch.no_grad a block is another one.
-    return (treedef, parts, torch.is_grad_enabled()), leaves, treedef, tensors
+class _Row(NamedTuple):
+    """One of many argument tuples: its number, leaves and structure."""
+
+    at: int
+    leaves: list[Any]
+    treedef: Any
+
+
+def _kind(x: Any, kept: list[Any]) -> Any:
+    """What is equal for leaves of arguments that trace alike."""
+    return (x.shape, x.dtype) if isinstance(x, torch.Tensor) else _identity(x, kept)
 
 
 def _emit_block(tensors: list[torch.Tensor], id: int, rows: int) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -26,6 +26,12 @@ class Aval:
 
     def fake(self) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=self.device)
+
+
+def avals(types: Sequence[Type], device: str) -> list[Aval]:
+    """Whole values of some types; equal types have one object."""
+    known = {t: Aval(t.shape, t.dtype, device) for t in dict.fromkeys(types)}
+    return [known[t] for t in types]
 
 
 @dataclasses.dataclass

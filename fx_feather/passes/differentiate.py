@@ -5,7 +5,7 @@ import dataclasses
 import operator
 import re
 from collections.abc import Callable, Sequence
-from typing import NoReturn
+from typing import NamedTuple, NoReturn
 
 import torch
 from torch import fx
@@ -48,8 +48,7 @@ class LocalUnit:
         return list(self.forward.graph.output_node().args[0])[self.outputs :]
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """How a local value lies in memory: a trace holds views that depend on it."""
 
     shape: tuple[int, ...]

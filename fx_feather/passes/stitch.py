@@ -3,7 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -293,8 +293,7 @@ class Stitcher:
         return self.small(lambda x, y: [x + y], [a, b], self.types[a], "add")
 
 
-@dataclasses.dataclass(frozen=True)
-class Record:
+class Record(NamedTuple):
     """A forward call that was emitted: its converted arguments, and the values its backward needs."""
 
     call: Call

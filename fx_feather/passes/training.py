@@ -13,7 +13,7 @@ from ..optim import Transform, apply_updates, global_norm
 from ..program import Section
 from ..spec import Type
 from ..trace import block, trace
-from ..unit import Aval, GlobalProgram, Unit
+from ..unit import GlobalProgram, Unit, avals
 from .order import by_output
 from .stitch import Stitcher, gradient_type, needs_gradient, reached_by_cotangents
 
@@ -200,14 +200,11 @@ def optimizer_sections(
     """
     device, n = s.funcs.device, len(params.types)
 
-    def avals(types: Sequence[Type]) -> list[Aval]:
-        return [Aval(t.shape, t.dtype, device) for t in types]
-
     def build(leaves: Sequence[Any]) -> Any:
         return tree.unflatten(params.treedef, leaves)
 
     at_rest = params.at_rest()
-    init_program = trace(optimizer.init, (build(avals(at_rest)),), "optimizer.init", operators=True)
+    init_program = trace(optimizer.init, (build(avals(at_rest, device)),), "optimizer.init", operators=True)
     resting = [s.new(t) for t in at_rest]
     f = s.forward(init_program, resting, dict(enumerate(t.opt for t in params.types)))
     s.run_forward(f, {}, set())
@@ -227,10 +224,10 @@ def optimizer_sections(
     program = trace(
         update,
         (
-            build(avals(grad_types)),
-            *avals([s.types[v] for v in reduced[n:]]),
-            tree.unflatten(init_program.out_tree, avals(state_types)),
-            build(avals(at_rest)),
+            build(avals(grad_types, device)),
+            *avals([s.types[v] for v in reduced[n:]], device),
+            tree.unflatten(init_program.out_tree, avals(state_types, device)),
+            build(avals(at_rest, device)),
         ),
         "optimizer",
         operators=True,
