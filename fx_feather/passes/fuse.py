@@ -3,6 +3,9 @@
 Keeps results bit for bit: the same operators run on the same values, in the same order for each row.
 """
 
+import functools as ft
+from collections.abc import Callable
+
 import torch
 from torch import fx
 
@@ -32,8 +35,10 @@ def fuse(section: Section) -> None:
     """
     instrs: list[Instr | None] = list(section.instrs)
     merged: dict[tuple[object, ...], tuple[Func, list[tuple[int, int]], list[tuple[int, int]]]] = {}
+    # Layers share their functions: each is looked at once.
+    pointwise = ft.cache(computes_pointwise)
     for b in range(len(instrs)):
-        while (found := _maker(instrs, b)) is not None:
+        while (found := _maker(instrs, b, pointwise)) is not None:
             first, second = instrs[found], instrs[b]
             assert first is not None and second is not None
             needed = _needed(section, instrs, found, b)
@@ -52,15 +57,15 @@ def fuse(section: Section) -> None:
     section.instrs = [i for i in instrs if i is not None]
 
 
-def _maker(instrs: list[Instr | None], b: int) -> int | None:
+def _maker(instrs: list[Instr | None], b: int, pointwise: Callable[[Func, bool], bool]) -> int | None:
     """A call before `b` that `b` can take in."""
     second = instrs[b]
-    if second is None or not computes_pointwise(second.func, may_sum=True):
+    if second is None or not pointwise(second.func, True):
         return None
     wanted = [set(row) for row in second.ins]
     for a in range(b - 1, -1, -1):
         first = instrs[a]
-        if first is None or len(first.ins) != len(second.ins) or not computes_pointwise(first.func):
+        if first is None or len(first.ins) != len(second.ins) or not pointwise(first.func, False):
             continue
         if not _links(first, second) or _size(first.func) != _size(second.func):
             continue
