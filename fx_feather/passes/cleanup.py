@@ -7,6 +7,8 @@ aten = torch.ops.aten
 
 _ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh.default}
 _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.expand.default, aten.reshape.default}
+#: Operators of one tensor and a number, which give the same bits before a value is repeated as after.
+_SCALED = {aten.mul.Scalar, aten.div.Scalar}
 _CASTS = {aten._to_copy.default}
 
 
@@ -15,14 +17,24 @@ def cleanup(graph: fx.Graph) -> None:
     for n in list(graph.nodes):
         if n.op != "call_function" or not n.args or not isinstance(n.args[0], fx.Node):
             continue
-        if n.target in _ALIASES or (n.target in _RESHAPES and _same_place(n)) or (n.target in _CASTS and _same_kind(n)):
+        if _is_identity(n):
             n.replace_all_uses_with(n.args[0])
             graph.erase_node(n)
+        elif n.target in _SCALED and n.args[0].target is aten.expand.default and len(n.args[0].users) == 1:
+            _scale_before_expand(graph, n)
         elif n.target is aten.view.default and n.args[0].target is aten.view.default:
             first = n.args[0].args[0]
             if first.meta["val"].is_contiguous():
                 n.update_arg(0, first)  # a view of a view is a view of the first
     graph.eliminate_dead_code()
+
+
+def _is_identity(n: fx.Node) -> bool:
+    if n.target in _RESHAPES:
+        return _same_place(n)
+    if n.target in _CASTS:
+        return _same_kind(n)
+    return n.target in _ALIASES or (n.target is aten.pow.Tensor_Scalar and n.args[1] == 1)
 
 
 def _same_place(n: fx.Node) -> bool:
@@ -33,3 +45,16 @@ def _same_place(n: fx.Node) -> bool:
 def _same_kind(n: fx.Node) -> bool:
     a, b = n.args[0].meta["val"], n.meta["val"]
     return a.dtype == b.dtype and a.device == b.device and a.stride() == b.stride()
+
+
+def _scale_before_expand(graph: fx.Graph, n: fx.Node) -> None:
+    """Turns a scaled `expand` into the `expand` of what is scaled, which is smaller."""
+    expand = n.args[0]
+    small = expand.args[0]
+    with graph.inserting_before(n):
+        scaled = graph.call_function(n.target, (small, *n.args[1:]))
+        scaled.meta["val"] = small.meta["val"].new_empty(small.meta["val"].shape)
+        wide = graph.call_function(aten.expand.default, (scaled, *expand.args[1:]))
+        wide.meta["val"] = scaled.meta["val"].expand(expand.args[1])
+    n.replace_all_uses_with(wide)
+    graph.erase_node(n)

@@ -114,7 +114,9 @@ def linearize(
 
         try:
             _, pull, outs = torch.func.vjp(f, *(primals[i] for i in diff), has_aux=True)  # type: ignore[misc]
-            return [*outs, *pull(tuple(given))]
+            # Programs differentiate once: without a graph of the backward, operators take their short formulas.
+            with torch.no_grad():
+                return [*outs, *pull(tuple(given))]
         except (RuntimeError, NotImplementedError) as e:
             if isinstance(e, FeatherError):
                 raise

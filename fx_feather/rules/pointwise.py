@@ -1,6 +1,5 @@
 """Rules of pointwise operators: factors from broadcasting, and the table of those that are linear."""
 
-import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -223,19 +222,6 @@ def _filled_like(value: float | None) -> Callable[[OpCall], Sharding]:
 register("zeros_like empty_like", Rule(_filled_like(0), text="..., -> ..."))
 register("ones_like", Rule(_filled_like(1), text="... -> ..."))
 register("full_like", Rule(_filled_like(None), text="... -> ..."))
-
-
-def _silu_vjp(ct: torch.Tensor, out: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    # torch.func takes the formula that can be differentiated again, of six passes; a program differentiates once.
-    return torch.ops.aten.silu_backward(ct, x)
-
-
-def _gelu_vjp(ct: torch.Tensor, out: torch.Tensor, x: torch.Tensor, *, approximate: str = "none") -> torch.Tensor:
-    return torch.ops.aten.gelu_backward(ct, x, approximate=approximate)
-
-
-register("silu.default", dataclasses.replace(pointwise(torch.ops.aten.silu.default), vjp=_silu_vjp))
-register("gelu.default", dataclasses.replace(pointwise(torch.ops.aten.gelu.default), vjp=_gelu_vjp))
 
 
 def _dropout(call: OpCall) -> Sharding:
