@@ -4,7 +4,7 @@
 #   make bench ARGS="--size medium --ranks 2"
 #
 # Packages come from pip's own settings, with the versions of .ci/constraints.txt. On Linux the default index
-# ships torch with CUDA; for the small CPU wheel set PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu.
+# ships torch with CUDA; for the small CPU wheel set PIP_EXTRA_INDEX_URL to the index of CPU builds that PyTorch names.
 
 PYTHON ?= python3
 RANKS ?= 4
