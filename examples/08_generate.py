@@ -62,10 +62,8 @@ def main() -> None:
             mesh=MESH,
             layout=layouts.tp("tp"),
         )
-        params = generate.prefill.init_params(seed=0)  # local parts under torchrun, whole values otherwise
         for sampling in (ff.Sampling(), ff.Sampling(temperature=0.8, top_k=20, top_p=0.95, seed=1)):
-            run = generate if WORLD > 1 else generate.simulate
-            texts = run(params, PROMPTS, NEW, sampling)
+            texts = generate.run_whole(ff.init(generate.template, seed=0), PROMPTS, NEW, sampling)
             same = same and texts == recomputed(family, cfg, sampling)
             lines.append(f"{kind}, temperature {sampling.temperature}: {texts}")
         parts = {str(t) for t in optree.tree_leaves(generate.decode.out_types[1])}

@@ -155,6 +155,19 @@ class Generator:
         with torch.no_grad():
             return self._run(self.prefill.simulate, self.decode.simulate, None, params, prompts, new, sampling, stop)
 
+    def run_whole(
+        self,
+        params: Any,
+        prompts: Sequence[Sequence[int]],
+        new: int,
+        sampling: Sampling = GREEDY,
+        stop: Collection[int] = (),
+    ) -> list[list[int]]:
+        """Continues each prompt wherever this process is, from whole params: as a rank of several, or simulated."""
+        if self.prefill is None or not self.prefill.local:
+            return self.simulate(params, prompts, new, sampling, stop)
+        return self(self.prefill.shard_params(params), prompts, new, sampling, stop)
+
     def _run(
         self,
         prefill: Callable[[Any, Any], Any],

@@ -110,6 +110,7 @@ def test_layouts_write_the_same_text(name, layout):
     for sampling in (Sampling(), DRAWN):
         plain = made(family, cfg)(params, PROMPTS, NEW, sampling)
         assert generate.simulate(params, PROMPTS, NEW, sampling) == plain
+    assert generate.run_whole(params, PROMPTS, NEW, DRAWN) == plain
     if mesh.size == 1:
         assert generate(params, PROMPTS, NEW, DRAWN) == plain
 
@@ -129,7 +130,7 @@ def test_two_real_ranks_write_what_one_device_does(tmp_path):
     assert [e.code for e in ended] == [0, 0], "\n".join(e.text for e in ended)
     reports = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(2)]
     params = ff.init(generator().template, 5)
-    assert reports[0] == reports[1] == {"texts": written(generator(), params)}
+    assert reports[0] == reports[1] == {"texts": written(generator(), params), "same": True}
 
 
 def test_half_precision_is_kept_and_computed_in():

@@ -251,7 +251,7 @@ def generator(**split: Any) -> Generator:
     )
 
 
-def written(generate: Generator, params: Any) -> list[Any]:
+def written(generate: Callable[..., Any], params: Any) -> list[Any]:
     """Two texts of unequal prompts, the likeliest and some that are drawn."""
     sampled = Sampling(temperature=1.5, top_p=0.9, seed=2)
     return [generate(params, [[1, 2, 3], [4]], 6, s, stop=[7]) for s in (Sampling(), sampled)]
@@ -259,7 +259,8 @@ def written(generate: Generator, params: Any) -> list[Any]:
 
 def generated(out: Path) -> dict[str, Any]:
     generate = generator(mesh=ff.Mesh(tp=2), layout=layouts.tp_sp("tp"), device="cpu")
-    return {"texts": written(generate, generate.prefill.init_params(5))}
+    texts = written(generate, generate.prefill.init_params(5))
+    return {"texts": texts, "same": written(generate.run_whole, ff.init(generate.template, 5)) == texts}
 
 
 def killed(out: Path) -> dict[str, Any]:
