@@ -4,7 +4,6 @@ import dataclasses
 import functools as ft
 from typing import TypeGuard
 
-import torch
 from torch import fx
 
 from ..mesh import Mesh
@@ -75,30 +74,37 @@ class Plan:
         return [t for _, t in self.outputs]
 
     def varying(self, root: Root) -> frozenset[str]:
-        """The axes on which every use of a value varies. A cast varies as its result does."""
+        """The axes on which every use of a value varies. An operator of this value alone varies as its results do."""
+        found = self._varied(root)
+        return ft.reduce(frozenset.intersection, found) if found else frozenset()
+
+    def _varied(self, root: Root) -> list[frozenset[str]]:
         found = [t.replicated for r, t in self.outputs if r == root]
         for n, step in self.steps.items():
             if isinstance(step, SubStep):
                 pairs = zip(step.plan.inputs, step.operands, strict=True)
                 found += [step.plan.varying(inner) for inner, r in pairs if r == root]
-            elif _is_cast(step):
-                found += [t.replicated | self.varying((n, 0)) for r, t in step.operands if r == root]
+            elif _is_unary(step) and step.operands[0][0] == root:
+                after = [axes for i in range(len(step.results)) for axes in self._varied((n, i))]
+                through = ft.reduce(frozenset.intersection, after) if after else frozenset()
+                found += [step.operands[0][1].replicated | through]
             else:
                 found += [t.replicated for r, t in step.operands if r == root]
-        return ft.reduce(frozenset.intersection, found) if found else frozenset()
+        return found
 
     def assume(self, root: Root, t: Type) -> None:
-        """Lets a value come in as `t`; its uses convert from there, and casts give what they take."""
+        """Lets a value come in as `t`; its uses convert from there, and operators of it alone give what they take."""
         self.types[root] = t
         for n, step in self.steps.items():
             if isinstance(step, SubStep):
                 for inner, r in zip(step.plan.inputs, step.operands, strict=True):
                     if r == root:
                         step.plan.assume(inner, t)
-            elif _is_cast(step) and step.operands[0][0] == root and step.operands[0][1].dims == t.dims:
+            elif _is_unary(step) and step.operands[0][0] == root and step.operands[0][1].dims == t.dims:
                 step.operands = [(root, t)]
-                step.results = (step.results[0].with_(replicated=t.replicated),)
-                self.assume((n, 0), step.results[0])
+                step.results = tuple(result.with_(replicated=t.replicated) for result in step.results)
+                for i, result in enumerate(step.results):
+                    self.assume((n, i), result)
 
     def hoist(self, i: int, compute: Type) -> None:
         """Moves the conversion of input `i` out of the unit as far as all of its uses agree.
@@ -110,8 +116,9 @@ class Plan:
         self.assume(root, compute.with_(replicated=self.varying(root) - compute.sharded))
 
 
-_CASTS = {torch.ops.aten._to_copy.default, torch.ops.aten.to.dtype, torch.ops.aten.to.dtype_layout}
+def _is_unary(step: OpStep | RegionStep) -> TypeGuard[OpStep]:
+    """Whether an operator has one operand: of the same value everywhere it makes the same value everywhere.
 
-
-def _is_cast(step: OpStep | RegionStep) -> TypeGuard[OpStep]:
-    return isinstance(step, OpStep) and step.call.target in _CASTS and len(step.operands) == 1
+    What is R before it is R after it, since its vjp is linear in the cotangent: a partial one stays partial.
+    """
+    return isinstance(step, OpStep) and len(step.operands) == 1 and bool(step.results)
