@@ -1,5 +1,7 @@
 """Reuse of memory: operators write their result over an operand that nobody needs any more."""
 
+import operator
+
 import torch
 from torch import fx
 
@@ -57,6 +59,8 @@ def _operands(n: fx.Node) -> list[fx.Node]:
 
 def _owner(n: fx.Node, owner: dict[fx.Node, fx.Node | None]) -> fx.Node | None:
     """The node that made the memory in which the result of `n` lies; None if it came from outside, or may have."""
+    if n.target is operator.getitem:
+        return owner.get(n.args[0])  # one of several views, such as a part that `split` gives
     if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload) or n.target.namespace != "aten":
         return None
     shares = n.target in _SAME_MEMORY or any(r.alias_info is not None for r in n.target._schema.returns)

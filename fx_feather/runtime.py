@@ -328,7 +328,8 @@ def _pscatter(
 
     def run(x: torch.Tensor) -> torch.Tensor:
         size = x.shape[dim] // len(peers)
-        return x.narrow(dim, index * size, size).contiguous()
+        # A copy even where a part lies in one piece: it outlives the whole, which may be written over.
+        return _copied(x.narrow(dim, index * size, size))
 
     return run
 

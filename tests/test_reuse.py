@@ -58,6 +58,8 @@ X, Y = torch.randn(4, 6), torch.randn(4, 6)
         (lambda x, y: (lambda a: [a.t() @ a.exp()])(x * y), []),  # a view is read later
         (lambda x, y: (lambda a: [a.view(24).exp(), a[0] + 1])(x * y), []),
         (lambda x, y: (lambda a: [a[:2].exp()])(x * y), []),  # a part would keep the whole alive
+        (lambda x, y: (lambda a: [a.split(2)[0] + a.exp()[:2], a.unbind(1)[3]])(x * y), []),  # views, by number
+        (lambda x, y: (lambda a, p: [a.exp(), p[0] * 2])(*(lambda a: (a, a.split(2)))(x * y)), []),
         (lambda x, y: [(x * y)[:1] + x], []),  # another shape
         (lambda x, y: [(x * y) > 0], []),  # another dtype
         (lambda x, y: [torch.zeros(4, 6).scatter_add(1, (x > 0).long(), y)], ["scatter_add_"]),
@@ -77,6 +79,7 @@ OPS = {
     "turn": lambda a, b: a.t().contiguous().t() + b,
     "view": lambda a, b: a.view(24).view(4, 6),
     "rows": lambda a, b: a[:2].repeat(2, 1) * b,
+    "parts": lambda a, b: (lambda p, c: torch.cat([p[1], c[:2]]))(a.split(2), a + b),
     "half": lambda a, b: torch.cat([a[:2], b[2:]]),
     "matmul": lambda a, b: torch.tanh(a @ b.t()) @ b,
     "norm": lambda a, b: a * (b.pow(2).mean(-1, keepdim=True) + 1).rsqrt(),

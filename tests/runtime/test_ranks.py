@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import fx_feather as ff
 import layouts
-from fx_feather import tree
+from fx_feather import runtime, tree
 from fx_feather.errors import MeshError
 from fx_feather.spec import assemble
 from tests.runtime.compositions import COMPOSITIONS, STEPS
@@ -221,3 +221,11 @@ def test_old_values_are_gone_while_new_ones_are_made() -> None:
     step(state, step.shard(linear_batch()))
     assert alive["check"] == ["a", "b"]
     assert alive["update"] == []
+
+
+@pytest.mark.parametrize("name", ["pscatter", "pad", "keep_first"])
+def test_what_a_rank_makes_alone_has_memory_of_its_own(name) -> None:
+    """The operand is written over, or freed, as soon as nothing else in the program reads it."""
+    x = torch.arange(4.0)
+    out = runtime._RUN[name](None, [0, 1], 0, {"dim": 0}, x.device)(x)
+    assert out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
