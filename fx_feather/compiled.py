@@ -28,6 +28,10 @@ def _device(device: str | None) -> str:
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def _batch_dim(t: Type) -> int | None:
+    return t.names.index("batch") if t.names and "batch" in t.names else None
+
+
 def _check_kinds(mesh: Any, layout: Any) -> None:
     given = {"mesh": mesh, "layout": layout}
     if not isinstance(mesh, Mesh):
@@ -96,16 +100,23 @@ class Common:
     def shard(self, batch: Any) -> Any:
         """This rank's part of a whole batch, on its device.
 
+        The whole batch is cut into microbatches first, so that each is the same rows in every layout; a rank has its
+        part of the first, then of the second, and so on.
+
         Raises:
             BatchError: another structure, shape or dtype than the example's; all leaves at once.
         """
         leaves = self.batch.check(batch, [self._whole_shape(t) for t in self.batch.types], "shard(batch)")
-        rank = self.runtime().rank
-        parts = [
-            x[slices(t.with_(shape=tuple(x.shape)), self.mesh, rank)]
-            for x, t in zip(leaves, self.batch.types, strict=True)
-        ]
-        return tree.unflatten(self.batch.treedef, [p.to(self.runtime().device) for p in parts])
+        run = self.runtime()
+        cut = [self._own(m, run.rank) for m in self._cut(leaves)]
+        parts = []
+        for i, t in enumerate(self.batch.types):
+            at = _batch_dim(t)
+            parts.append(cut[0][i] if at is None else torch.cat([m[i] for m in cut], at))
+        return tree.unflatten(self.batch.treedef, [p.to(run.device) for p in parts])
+
+    def _own(self, microbatch: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
+        return [shard(x, t, self.mesh, rank) for x, t in zip(microbatch, self.batch.types, strict=True)]
 
     def shard_params(self, params: Any) -> Any:
         """This rank's part of whole parameters, as they rest, on its device.
@@ -122,7 +133,7 @@ class Common:
         return [shard(x, t, self.mesh, run.rank).to(run.device, copy=True) for x, t in zip(values, types, strict=True)]
 
     def _whole_shape(self, t: Type) -> tuple[int, ...]:
-        at = t.names.index("batch") if t.names and "batch" in t.names else None
+        at = _batch_dim(t)
         return tuple(n * (self.microbatches if i == at else 1) for i, n in enumerate(t.shape))
 
     def local_microbatches(self, batch: Any, call: str) -> list[list[torch.Tensor]]:
@@ -135,7 +146,7 @@ class Common:
         k = self.microbatches
         out: list[list[torch.Tensor]] = [[] for _ in range(k)]
         for x, t in zip(leaves, self.batch.types, strict=True):
-            at = t.names.index("batch") if t.names and "batch" in t.names else None
+            at = _batch_dim(t)
             for i, part in enumerate([x] * k if at is None else x.chunk(k, at)):
                 out[i].append(part.contiguous())
         return out
@@ -143,14 +154,9 @@ class Common:
     def sim_microbatches(self, batch: Any, call: str) -> list[list[list[torch.Tensor]]]:
         """For each microbatch and leaf, the local part of every rank."""
         leaves = self.batch.check(batch, [self._whole_shape(t) for t in self.batch.types], call)
-        whole = [t.with_(shape=self._whole_shape(t)) for t in self.batch.types]
-        per_rank = [
-            self._cut([shard(x.to(self.device), t, self.mesh, r) for x, t in zip(leaves, whole, strict=True)])
-            for r in range(self.mesh.size)
-        ]
+        cut = self._cut([x.to(self.device) for x in leaves])
         return [
-            [[per_rank[r][m][i] for r in range(self.mesh.size)] for i in range(len(leaves))]
-            for m in range(self.microbatches)
+            [list(ranks) for ranks in zip(*(self._own(m, r) for r in range(self.mesh.size)), strict=True)] for m in cut
         ]
 
     def scatter(self, values: Sequence[torch.Tensor], types: Sequence[Type]) -> list[list[torch.Tensor]]:

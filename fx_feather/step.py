@@ -73,6 +73,7 @@ class Step(Common):
         reshard: bool,
         bucket_bytes: int,
         backend: str,
+        adjust: Callable[[Any, Any], Any] | None,
     ):
         super().__init__(template, mesh, layout, batch, batch_dims, device, accumulate, backend)
         s = Stitcher(Funcs(mesh, layout, self.device, remat))
@@ -81,7 +82,7 @@ class Step(Common):
         self._aux_tree = wrapped.aux_tree  # type: ignore[attr-defined]
         g = gradient_sections(s, program, self.params, self.batch.types, reshard, bucket_bytes, accumulate)
         self._result_types = g.finish.out_types()[len(self.params.types) :]
-        u = optimizer_sections(s, optimizer, self.params, g.finish.outputs[: len(self.params.types) + 2], bucket_bytes)
+        u = optimizer_sections(s, optimizer, self.params, g.finish.outputs, bucket_bytes, self._adjusting(adjust))
         self._state_types, self._state_tree, self._early = u.state_types, u.state_tree, u.early
         sections = {"init": u.init, "first": g.first}
         if g.following is not None:
@@ -91,6 +92,26 @@ class Step(Common):
             fuse(section)
             section.donate()
         self.program = Program(mesh, sections)
+
+    def _adjusting(self, adjust: Callable[[Any, Any], Any] | None) -> Callable[[Any, Any], Any] | None:
+        if adjust is None:
+            return None
+        if self._aux_tree is None:
+            fail(
+                OptimizerError,
+                call="compile_step(..., adjust=...)",
+                got="a loss that returns (sum, count)",
+                number="there are no auxiliary values to adjust by",
+                rule="adjust takes the updated parameters and the auxiliary values of the whole batch",
+                fix="return (sum, count, aux) from the loss",
+            )
+
+        def adjusted(params: Any, leaves: Any) -> Any:
+            out = adjust(params, tree.unflatten(self._aux_tree, leaves))
+            tree.check_same(self.params.treedef, out, call="adjust(params, aux)", name="the result")
+            return out
+
+        return adjusted
 
     def init(self, seed: int = 0) -> State:
         """Initial parameters and optimizer state.
@@ -221,7 +242,7 @@ class Step(Common):
         (*reduced,) = run(sections["finish"], so_far)
         del so_far
         grads, results = reduced[:n], reduced[n:]
-        resting = [*opt, *params]
+        resting = [*results[2:], *opt, *params]
         checked = run(sections["check"], [*grads, *results[:2], *(resting[i] for i in self._early)])
         loss, norm, count = item(checked[0]), item(checked[1]), item(results[1])
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -285,6 +306,7 @@ def compile_step(
     reshard: bool = True,
     bucket_bytes: int = BUCKET_BYTES,
     backend: str = "eager",
+    adjust: Callable[[Any, Any], Any] | None = None,
 ) -> Step:
     """Compiles a training step for a mesh and a layout.
 
@@ -300,7 +322,7 @@ def compile_step(
         layout: how values, parameters, gradients and optimizer state are split.
         batch: an example of a whole global batch; only shapes and dtypes matter.
         batch_dims: dim names of the batch's leaves; by default "batch seq" and further dims without a name.
-        accumulate: equal microbatches that a batch is processed in. Gradients are reduced once a step, but for those
+        accumulate: equal microbatches that a batch is processed in, the same rows in every layout. Gradients are reduced once a step, but for those
             that the layout stores split, which are reduce-scattered once a microbatch.
         device: `cpu` or `cuda`; CUDA by default where there is any.
         remat: `none` keeps what the backward needs; `full` keeps the inputs of each block and computes it again.
@@ -308,6 +330,8 @@ def compile_step(
         bucket_bytes: bytes of gradients that are reduced together, at most (one larger parameter travels alone).
         backend: `eager` runs operator by operator; `inductor` fuses them, each distinct block compiled once, with
             results that are close but not the same bits.
+        adjust: a pure function `(params, aux) -> params`, part of the update after the optimizer's: for what moves by
+            statistics of the whole batch and not by a gradient, such as the bias of a router.
 
     Raises:
         FeatherError: whatever of the settings do not fit together, all offenders at once.
@@ -350,4 +374,5 @@ def compile_step(
         reshard,
         bucket_bytes,
         backend,
+        adjust,
     )

@@ -386,6 +386,10 @@ CASES = [
         lambda: stepped(accumulate=0, remat="half", bucket_bytes=0),
         "3 problems", "accumulate is 0", "remat is 'half'", "bucket_bytes is 0", "remat='none'",
     ),
+    case(
+        "adjusting by statistics that the loss has not", E.OptimizerError,
+        lambda: stepped(adjust=lambda params, aux: params), "no auxiliary values", "return (sum, count, aux)",
+    ),
     # Parts and wholes.
     case(
         "conversion between different shapes", E.SpecError,

@@ -33,7 +33,7 @@ class DeepSeekV3Config(deepseek.DeepSeekConfig):
 def template(cfg: DeepSeekV3Config) -> dict[str, Any]:
     """The parameters of a model, as a pytree of `Param`; see `fx_feather.models.deepseek.template`.
 
-    The bias of a router has no gradient. `fx_feather.nn.balance.nudged` moves it after a step, and an optimizer that
+    The bias of a router has no gradient. `nudge` moves it as part of a step, and an optimizer that
     decays weights should leave it out.
     """
     return deepseek.template(cfg, bias=True)
@@ -56,6 +56,8 @@ def route(cfg: DeepSeekV3Config, params: dict[str, Any], h: Tensor) -> deepseek.
 
 def nudge(params: dict[str, Any], load: Tensor, rate: float = 0.001) -> dict[str, Any]:
     """The parameters after their routers' biases were moved against the load of a step.
+
+    As part of the step: `compile_step(..., adjust=lambda params, aux: nudge(params, aux["load"]))`.
 
     Args:
         params: like `template(cfg)`, as tensors.

@@ -187,7 +187,12 @@ def _quotient(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
 
 
 def optimizer_sections(
-    s: Stitcher, optimizer: Transform, params: Parameters, reduced: Sequence[int], bucket: int
+    s: Stitcher,
+    optimizer: Transform,
+    params: Parameters,
+    reduced: Sequence[int],
+    bucket: int,
+    adjust: Callable[[Any, Sequence[Any]], Any] | None = None,
 ) -> Updates:
     """Builds the optimizer's sections: its pure functions are traced and partitioned by the same rules as the model.
 
@@ -195,8 +200,9 @@ def optimizer_sections(
         s: where to build.
         optimizer: the (init, update) pair.
         params: the parameters.
-        reduced: the reduced gradients, sum and count, as values of an earlier section.
+        reduced: the reduced gradients, sum, count and auxiliary values, as values of an earlier section.
         bucket: bytes that travel together, at most, when updated parameters are gathered.
+        adjust: (updated parameters, leaves of the auxiliary values) -> parameters, as part of the update.
     """
     device, n = s.funcs.device, len(params.types)
 
@@ -212,20 +218,22 @@ def optimizer_sections(
     state = s.convert([f.values[o] for o in init_program.outputs], state_types, "optimizer.init")
     init = s.section("init", resting, s.contiguous(state))
 
-    def update(grads: Any, total: Any, count: Any, old: Any, values: Any) -> Any:
+    def update(grads: Any, total: Any, count: Any, aux: Any, old: Any, values: Any) -> Any:
         # What the check needs is made of blocks: operators outside of blocks would share a unit with the update's.
         loss = block(_quotient, name="loss")(total, count)
         grads = build(block(_mean, name="mean").each([(g, count) for g in tree.leaves(grads)]))
         norm = global_norm(grads)
         updates, new = optimizer.update(grads, old, values)
-        return loss, norm, apply_updates(values, updates), new
+        values = apply_updates(values, updates)
+        return loss, norm, values if adjust is None else adjust(values, aux), new
 
     grad_types = params.gradients()
     program = trace(
         update,
         (
             build(avals(grad_types, device)),
-            *avals([s.types[v] for v in reduced[n:]], device),
+            *avals([s.types[v] for v in reduced[n : n + 2]], device),
+            avals([s.types[v] for v in reduced[n + 2 :]], device),
             tree.unflatten(init_program.out_tree, avals(state_types, device)),
             build(avals(at_rest, device)),
         ),

@@ -1,6 +1,5 @@
 """Law: every family of models, split by layouts of data, tensors, sequence and experts, is the model on one device."""
 
-import dataclasses
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,6 +11,7 @@ import fx_feather as ff
 import layouts
 from fx_feather import testing
 from fx_feather.models import deepseek_v2, deepseek_v3, gpt2, llama, mixtral, qwen3, qwen3_moe
+from fx_feather.nn import balance
 from fx_feather.nn.balance import NONE, Penalties
 from fx_feather.nn.rope_scaling import Dynamic, Yarn
 
@@ -117,18 +117,25 @@ def test_statistics_count_each_token_once_whatever_is_recomputed_or_accumulated(
         assert torch.equal(metrics["aux"]["load"], want)
 
 
-def test_biases_are_nudged_alike_in_every_layout() -> None:
+def test_biases_are_nudged_by_the_step_itself_and_alike_in_every_layout() -> None:
     _, cfg = FAMILIES["deepseek v3"]
     runs = []
     for mesh, layout in ((ff.Mesh(), layouts.single()), SPLITS["fsdp | tp_sp"]):
         setup = {"template": deepseek_v3.template(cfg), "mesh": mesh, "layout": layout, "batch": batch()}
-        step = ff.compile_step(deepseek_v3.loss(cfg), ff.adamw(lr=1e-2), **setup)
+        step = ff.compile_step(
+            deepseek_v3.loss(cfg),
+            ff.adamw(lr=1e-2),
+            adjust=lambda params, aux: deepseek_v3.nudge(params, aux["load"], 0.01),
+            accumulate=2,
+            **setup,
+        )
         state, loads = step.init(), []
         for _ in range(3):
+            before = state.params["layers"][1]["moe"]["router"]["bias"]
             state, metrics = step.simulate(state, batch())
             loads.append(metrics["aux"]["load"])
-            moved = deepseek_v3.nudge(state.params, loads[-1], 0.01)
-            state = dataclasses.replace(state, params=moved)
+            moved = state.params["layers"][1]["moe"]["router"]["bias"]
+            assert torch.equal(moved, balance.nudged(before, loads[-1][0], 0.01))
         runs.append((torch.stack(loads), state.params["layers"][1]["moe"]["router"]["bias"]))
     for one, two in zip(*runs, strict=True):
         assert torch.equal(one, two)
