@@ -322,7 +322,8 @@ def compile_step(
         layout: how values, parameters, gradients and optimizer state are split.
         batch: an example of a whole global batch; only shapes and dtypes matter.
         batch_dims: dim names of the batch's leaves; by default "batch seq" and further dims without a name.
-        accumulate: equal microbatches that a batch is processed in, the same rows in every layout. Gradients are reduced once a step, but for those
+        accumulate: equal microbatches that a batch is processed in, the same rows in every layout. Gradients are
+            reduced once a step, but for those
             that the layout stores split, which are reduce-scattered once a microbatch.
         device: `cpu` or `cuda`; CUDA by default where there is any.
         remat: `none` keeps what the backward needs; `full` keeps the inputs of each block and computes it again.
