@@ -14,7 +14,6 @@ from .spec import Type
 
 #: The collective that an operator stands for; of those that share one, the first, which gave the operator its name.
 BY_OP: dict[Any, Collective] = {c.op: c for c in reversed(COLLECTIVES.values()) if c.op is not None}
-_AXIS_INDEX = COLLECTIVES["axis_index"]
 
 
 @dataclasses.dataclass(eq=False)

@@ -19,8 +19,6 @@ from ..spec import Type
 from .cleanup import cleanup
 from .partition import LocalFn
 
-Fakes = list[torch.Tensor]
-
 
 @dataclasses.dataclass
 class LocalUnit:
@@ -193,15 +191,17 @@ def _cut(whole: Func, n_in: int, n_out: int, diff: list[int], with_ct: list[int]
     saved: dict[fx.Node, None] = {}
     again: set[fx.Node] = set()
 
-    def need(n: fx.Node) -> None:
-        if n.op == "placeholder" or n in again or n in saved:
-            return
-        if n.op == "get_attr" or _is_view(n) or remat == "full" or _is_moved_input(n):
-            again.add(n)
-            for a in n.all_input_nodes:
-                need(a)
-        else:
-            saved[n] = None
+    def need(root: fx.Node) -> None:
+        stack = [root]
+        while stack:
+            n = stack.pop()
+            if n.op == "placeholder" or n in again or n in saved:
+                continue
+            if n.op == "get_attr" or _is_view(n) or remat == "full" or _is_moved_input(n):
+                again.add(n)
+                stack.extend(reversed(n.all_input_nodes))
+            else:
+                saved[n] = None
 
     wanted = _ancestors(grads)
     backward = [n for n in nodes if n in wanted and n not in forward and n.op not in ("placeholder", "output")]

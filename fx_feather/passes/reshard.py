@@ -9,7 +9,7 @@ import torch
 from .. import collectives as cc
 from ..errors import SpecError, fail
 from ..mesh import Mesh
-from ..spec import Dims, Type, local_size, pad_to
+from ..spec import Type, local_size, pad_to
 
 
 @dataclasses.dataclass(frozen=True)
@@ -277,8 +277,3 @@ _FLAT = {
     "all_gather_invariant": _flat_gather,
     "reduce_scatter": _flat_reduce_scatter,
 }
-
-
-def dims_without(dims: Dims, axes: frozenset[str]) -> Dims:
-    """The same split with some axes left out."""
-    return tuple(tuple(a for a in d if a not in axes) for d in dims)

@@ -17,8 +17,6 @@ from .partition import partition
 from .propagate import Plan, propagate
 from .reshard import convert_all, steps
 
-Typed = tuple[int, Type]
-
 
 @dataclasses.dataclass
 class Funcs:
