@@ -126,7 +126,16 @@ def _identity(fn: Any, kept: list[Any]) -> Any:
         return ("partial", tuple(sorted(fn.keywords)), *(_identity(p, kept) for p in parts))
     if isinstance(fn, types.FunctionType):
         cells = tuple(_identity(c.cell_contents, kept) for c in fn.__closure__ or ())
-        return ("function", fn.__code__, cells, tuple(_identity(d, kept) for d in fn.__defaults__ or ()))
+        defaults = (fn.__defaults__ or (), fn.__kwdefaults__ or {})
+        return ("function", fn.__code__, id(fn.__globals__), cells, *(_identity(d, kept) for d in defaults))
+    # Containers by what they hold now: a function may see another content at its next call.
+    if isinstance(fn, tuple | list):
+        return (type(fn), *(_identity(x, kept) for x in fn))
+    if isinstance(fn, dict):
+        return (type(fn), *((_identity(k, kept), _identity(v, kept)) for k, v in fn.items()))
+    # 0.0 and -0.0 are equal, and NaN is not equal to itself.
+    if type(fn) is float:
+        return (float, fn.hex())
     try:
         hash(fn)
     except TypeError:

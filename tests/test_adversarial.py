@@ -1,0 +1,80 @@
+"""Small functions that nobody would write on purpose: each equals one device, or is refused with a reason."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import fx_feather as ff
+from fx_feather.testing import assert_equivalent
+
+TEMPLATE = {"w": ff.Param("embed mlp", (6, 6), ff.normal(0.5))}
+BATCH = {"x": torch.linspace(-1, 1, 24).view(4, 6)}
+SETUP: dict[str, Any] = {
+    "template": TEMPLATE,
+    "mesh": ff.Mesh(dp=2),
+    "layout": ff.Layout(compute={"batch": "dp"}),
+    "batch": BATCH,
+    "batch_dims": "batch _",
+}
+
+
+def _keyword_default(k: float) -> Callable[..., Any]:
+    def layer(w: torch.Tensor, x: torch.Tensor, *, scale: float = k) -> torch.Tensor:
+        return torch.tanh(x @ w) * scale
+
+    return layer
+
+
+def _closed_over(k: Any) -> Callable[..., Any]:
+    def layer(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.tanh(x @ w) + (1.0 if isinstance(k[0], float) else 0.0)
+
+    return layer
+
+
+def _sign_of(k: float) -> Callable[..., Any]:
+    def layer(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        return torch.copysign(torch.ones_like(x), torch.full_like(x, k)) * torch.tanh(x @ w)
+
+    return layer
+
+
+@pytest.mark.parametrize(
+    ("make", "values"),
+    [(_keyword_default, (1.0, 2.0, 3.0)), (_closed_over, ((1,), (1.0,))), (_sign_of, (0.0, -0.0))],
+    ids=["keyword default", "1 and 1.0 in a tuple", "0.0 and -0.0"],
+)
+def test_blocks_that_differ_in_what_they_hold_are_different(make: Callable[[Any], Any], values: Any) -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        x = batch["x"]
+        for k in values:
+            x = ff.block(make(k))(params["w"], x)
+        return x.sum() + (x**2).sum(), torch.tensor(x.shape[0])
+
+    assert_equivalent(loss, **SETUP)
+
+
+def test_a_block_sees_what_its_list_holds_at_each_call() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        held = [1.0]
+        layer = ff.block(lambda w, x: torch.tanh(x @ w) * held[0])
+        x = layer(params["w"], batch["x"])
+        held[0] = 4.0
+        return (layer(params["w"], x) ** 2).sum(), torch.tensor(x.shape[0])
+
+    assert_equivalent(loss, **SETUP)
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [lambda w: torch.rand(6), lambda w: torch.rand_like(w), lambda w: torch.bernoulli(w.detach().sigmoid())],
+    ids=["rand", "rand_like", "bernoulli"],
+)
+def test_random_numbers_are_refused_on_whole_values_too(draw: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        return (batch["x"] @ params["w"] * draw(params["w"]).sum()).sum(), torch.tensor(4)
+
+    with pytest.raises(ff.FeatherError, match="no random numbers"):
+        ff.compile(ff.value_and_grad(loss), **SETUP)
