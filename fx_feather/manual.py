@@ -8,10 +8,9 @@ from typing import Any
 import torch
 
 from .collectives.permute import check_perm
-from .collectives.primitive import COLLECTIVES, LIBRARY, find, refuse_vjp
-from .errors import MeshError, ShapeError, fail
+from .collectives.primitive import COLLECTIVES, LIBRARY, checked_dims, find, refuse_vjp
+from .errors import MeshError, fail
 from .mesh import Axes, Mesh, as_axes
-from .spec import Type
 
 # In a manual region a collective is first recorded with its full name: two may share one operator.
 LIBRARY.define("typed(Tensor x, str name, str axes, int n, int[] static, ScalarType? grad_dtype) -> Tensor")
@@ -34,7 +33,7 @@ class Context:
     """The region that is being traced."""
 
     mesh: Mesh
-    name: str
+    device: str
 
 
 _region: Context | None = None
@@ -86,17 +85,9 @@ def _collective(name: str, x: torch.Tensor, axes: Axes, grad_dtype: torch.dtype 
     names = as_axes(axes)
     mesh.check(names, call=f"ff.{name}(x, {axes!r})")
     n = mesh.count(names)
-    flat = tuple(static["perm"]) if "perm" in static else tuple(static[k] % max(x.ndim, 1) for k in c.static)
-    if c.divides is not None and x.shape[static[c.divides]] % n:
-        size = x.shape[static[c.divides]]
-        fail(
-            ShapeError,
-            call=f"ff.{name}(x, {axes!r}, {', '.join(f'{k}={v}' for k, v in static.items())})",
-            got=f"{Type.whole(x)} on {mesh!r}",
-            number=f"dim {static[c.divides]} has size {size}, the axes {list(names)} have {n} ranks",
-            rule="every rank takes an equal part of the dim",
-            fix=f"a size of {size // n * n or n} or {-(-size // n) * n}, or pad the dim",
-        )
+    shown = "".join(f", {k}={v}" for k, v in static.items())
+    static = checked_dims(c, x, names, n, static, f"ff.{name}(x, {axes!r}{shown}) on {mesh!r}")
+    flat = tuple(static["perm"]) if "perm" in static else tuple(static[k] for k in c.static)
     out = Record.apply(x, name, ",".join(names), n, flat, grad_dtype)
     return out if torch.is_grad_enabled() else out.detach()
 
@@ -156,7 +147,8 @@ def axis_index(axes: Axes) -> torch.Tensor:
     if _region is None:
         return _collective("axis_index", torch.empty(0), axes)
     _region.mesh.check(as_axes(axes), call=f"ff.axis_index({axes!r})")
-    out: torch.Tensor = torch.ops.fx_feather.axis_index(",".join(as_axes(axes)), _region.mesh.count(axes))
+    names, n = ",".join(as_axes(axes)), _region.mesh.count(axes)
+    out: torch.Tensor = torch.ops.fx_feather.axis_index(names, n, device=_region.device)
     return out
 
 

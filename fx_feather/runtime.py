@@ -159,7 +159,7 @@ class Runtime:
         index = self.mesh.index(self.rank, axes)
         if count == 1:
             return lambda *x: _copied(c.reference(list(x) or [torch.empty(0)], **static)[0]), operand
-        group = self.group(axes) if c.bytes(1 << 20, 2) > 0 else None
+        group = self.group(axes) if c.communicates else None
         run = _RUN[c.name](group, self.mesh.group(self.rank, axes), index, static, self.device)
         run.__name__ = c.name
         return run, operand

@@ -178,14 +178,14 @@ def _trace_region(
             outs, out_tree = tree.flatten(f(*tree.unflatten(treedef, list(xs))))
         return outs
 
+    device = leaves[0].device.type if leaves else "cpu"
     # A region depends on shapes alone: no transform of the caller's has a say while it is traced.
     with (
-        inside(Context(mesh, name)),
+        inside(Context(mesh, device)),
         temporarily_clear_interpreter_stack(),
         _disable_current_modes(),
         FakeTensorMode(allow_non_fake_inputs=True),
     ):
-        device = leaves[0].device.type if leaves else "cpu"
         fakes = [torch.empty(t.local_shape(mesh), dtype=t.dtype, device=device) for t in types]
         gm = make_fx(watched(flat, call, region=True))(*fakes)
     _check_states(gm.graph, known, call)
@@ -295,8 +295,9 @@ class _Eager(torch.autograd.Function):
         region, xs = ctx.region, ctx.saved_tensors
         unit, sim = _unit(region, xs), Simulator(region.mesh)
         assert unit.backward is not None
-        forward = sim.call(unit.forward, _spread(xs, region.in_types, region.mesh))
-        kept = [_spread(xs, region.in_types, region.mesh)[i] for i in unit.keeps]
+        parts = _spread(xs, region.in_types, region.mesh)
+        forward = sim.call(unit.forward, parts)
+        kept = [parts[i] for i in unit.keeps]
         types = [region.out_types[i].cotangent() for i in unit.cts]
         given = _spread([cts[i] for i in unit.cts], types, region.mesh)
         grads = sim.call(unit.backward, [*kept, *forward[unit.outputs :], *given])

@@ -36,7 +36,7 @@ class P:
     As JAX's `PartitionSpec`.
 
     Raises:
-        SpecError: an axis that is used twice.
+        SpecError: an axis that is used twice, or an entry that is no name.
 
     >>> P("dp", None, ("fsdp", "tp"))
     P('dp', None, ('fsdp', 'tp'))
@@ -47,6 +47,17 @@ class P:
     __slots__ = ("dims", "partial")
 
     def __init__(self, *dims: Axes | None, partial: Axes | None = None):
+        given = [a for d in (*dims, partial) if d is not None for a in (d if isinstance(d, tuple | list) else (d,))]
+        nameless = [a for a in given if not isinstance(a, str)]
+        if nameless:
+            fail(
+                SpecError,
+                call=f"P({', '.join(map(repr, dims))}{'' if partial is None else f', partial={partial!r}'})",
+                got=f"entries {given}",
+                number=f"{nameless[0]!r} is no name of a mesh axis",
+                rule="the entry of a dim is None, the name of an axis, or a tuple of names, major first",
+                fix='such as P("dp", None, ("fsdp", "tp"))',
+            )
         self.dims: Dims = tuple(as_axes(d) for d in dims)
         self.partial: tuple[str, ...] = as_axes(partial)
         used = [a for d in self.dims for a in d] + list(self.partial)

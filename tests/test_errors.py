@@ -412,6 +412,7 @@ CASES = [
         "spec of too many dims", E.SpecError,
         lambda: ff.P("a", "b").padded(1), "the spec names 2 dims, the tensor has 1",
     ),
+    case("spec with a number", E.SpecError, lambda: ff.P(0, "tp"), "P(0, 'tp')", "0 is no name of a mesh axis"),
     # Data.
     case("missing data", E.DataError, lambda: data.source_text("/no/such/file"), "/no/such/file", "no file or folder"),
     case("too short a text", E.DataError, lambda: data.Batches(b"abc", 1, 8), "3 bytes", "less than 9"),
@@ -444,6 +445,11 @@ CASES = [
     case(
         "collective over a local size that does not divide", E.ShapeError,
         lambda: region(lambda x: ff.reduce_scatter(x, "tp", dim=0), size=6), "dim 0 has size 3",
+    ),
+    case(
+        "collective over a dim that the local value lacks", E.ShapeError,
+        lambda: region(lambda x: ff.all_gather(x, "tp", dim=2)),
+        "ff.all_gather(x, 'tp', dim=2)", "dim 2 is not a dim of a tensor of 1 dims", "between -1 and 0",
     ),
 ]  # fmt: skip
 

@@ -56,6 +56,11 @@ class Collective:
     vjp_static: Callable[[Static], Static] = dict
 
     @property
+    def communicates(self) -> bool:
+        """Whether ranks send anything."""
+        return self.bytes(1 << 20, 2) > 0
+
+    @property
     def before(self) -> str:
         """State of the operand: V, I, R, partial, or "" when there is no operand."""
         return self.type.split("->")[0].strip()
@@ -184,8 +189,18 @@ def apply(
     """
     collective, axes, static = find(name), as_axes(axes), dict(static or {})
     check_group(name, axes, n, static)
-    call, rank = _call(name, axes, n, static), x.dim()
-    problems = []
+    static = checked_dims(collective, x, axes, n, static, _call(name, axes, n, static))
+    out: Tensor = Apply.apply(x, name, ",".join(axes), n, static, grad_dtype)
+    return out
+
+
+def checked_dims(collective: Collective, x: Tensor, axes: Sequence[str], n: int, static: Static, call: str) -> Static:
+    """The static arguments, with dims that are not negative.
+
+    Raises:
+        ShapeError: a dim that the operand does not have, or whose size is no multiple of the ranks.
+    """
+    static, rank, problems = dict(static), x.dim(), []
     for key in (k for k in static if k.endswith("dim")):
         if not isinstance(static[key], int) or not -rank <= static[key] < rank:
             problems.append(
@@ -202,8 +217,7 @@ def apply(
     if not problems and collective.divides is not None:
         problems = _indivisible(call, x, axes, n, static[collective.divides])
     raise_all(ShapeError, problems)
-    out: Tensor = Apply.apply(x, name, ",".join(axes), n, static, grad_dtype)
-    return out
+    return static
 
 
 def find(name: str) -> Collective:
