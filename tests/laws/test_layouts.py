@@ -51,7 +51,8 @@ def grid() -> dict[str, tuple[ff.Mesh, ff.Layout]]:
 
 GRID = grid()
 # Those that are trained with; the others are compared in loss and gradients.
-TRAINED = ["single", *KINDS, "ddp | fsdp", "zero1 | fsdp", "fsdp | zero2", *(f"{d} | {t}" for d in DATA for t in TENSOR), "ddp | fsdp | tp_sp"]
+PAIRS = ("ddp | fsdp", "zero1 | fsdp", "fsdp | zero2", *(f"{d} | {t}" for d in DATA for t in TENSOR))
+TRAINED = ["single", *KINDS, *PAIRS, "ddp | fsdp | tp_sp"]
 
 
 @pytest.mark.parametrize("name", GRID)
