@@ -11,7 +11,8 @@ from .reuse import reuse
 
 Runnable = Callable[..., list[torch.Tensor]]
 
-#: Names of the backends: `eager` runs operator by operator, bit for bit as the graph says; `inductor` fuses them.
+#: Names of the backends: `eager` runs the graph's own operators, which give the bits that the graph says, except that
+#: sums at the end of pointwise functions are taken in another order; `inductor` fuses operators.
 BACKENDS = ("eager", "inductor")
 
 #: Operators that compute each element from the elements at its place, besides those that torch tags as pointwise.
@@ -89,32 +90,32 @@ def tiled(graph: fx.Graph, forward: Runnable) -> Runnable | None:
     shape = max((v.shape for v in values), key=lambda s: s.numel())
     outs = list(graph.output_node().args[0])
     sums = [n.target is torch.ops.aten.sum.default for n in outs]
-    pointwise = all(is_pointwise(n) or (n in outs and n.target is torch.ops.aten.sum.default) for n in nodes)
+    summed = {n for n, is_sum in zip(outs, sums, strict=True) if is_sum}
+    # A sum is known when all tiles are done, and each element is in one tile.
+    last = all(u.op == "output" for n in summed for u in n.users)
+    over_all = all(n.args[0].meta["val"].shape == shape for n in summed)
+    pointwise = last and over_all and all(is_pointwise(n) for n in nodes if n not in summed)
     fits = all(v.shape == shape or v.ndim == 0 for v in values)
     scalar = any(o.meta["val"].ndim == 0 for o, s in zip(outs, sums, strict=True) if not s)
     if not pointwise or not fits or scalar or shape.numel() < 2 * TILE:
         return None
     size, dtypes = shape.numel(), [o.meta["val"].dtype for o in outs]
+    tiles = -(-size // TILE)
     before, inside, scalars = _apart(graph)
 
     def run(*xs: torch.Tensor) -> list[torch.Tensor]:
-        if any(x.is_cuda or not x.is_contiguous() for x in xs):
+        if any(x.device.type != "cpu" or not x.is_contiguous() for x in xs):
             return forward(*xs)
         flat = [x.view(-1) if x.ndim else x for x in xs]
-        whole = [
-            torch.zeros((), dtype=d) if is_sum else torch.empty(size, dtype=d)
-            for d, is_sum in zip(dtypes, sums, strict=True)
-        ]
+        whole = [torch.empty(tiles if is_sum else size, dtype=d) for d, is_sum in zip(dtypes, sums, strict=True)]
         once = before(*(flat[i] for i in scalars))
         tiled = [x for x in flat if x.ndim]
-        for start in range(0, size, TILE):
-            part = inside(*once, *(x[start : start + TILE] for x in tiled))
+        for k in range(tiles):
+            here = slice(k * TILE, (k + 1) * TILE)
+            part = inside(*once, *(x[here] for x in tiled))
             for to, x, is_sum in zip(whole, part, sums, strict=True):
-                if is_sum:
-                    to += x
-                else:
-                    to[start : start + TILE] = x
-        return [w if s else w.view(shape) for w, s in zip(whole, sums, strict=True)]
+                to[k if is_sum else here] = x
+        return [w.sum() if is_sum else w.view(shape) for w, is_sum in zip(whole, sums, strict=True)]
 
     return run
 

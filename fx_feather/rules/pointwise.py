@@ -219,7 +219,7 @@ def _filled_like(value: float | None) -> Callable[[OpCall], Sharding]:
     return shard
 
 
-register("zeros_like empty_like", Rule(_filled_like(0), text="..., -> ..."))
+register("zeros_like empty_like", Rule(_filled_like(0), text="... -> ..."))
 register("ones_like", Rule(_filled_like(1), text="... -> ..."))
 register("full_like", Rule(_filled_like(None), text="... -> ..."))
 

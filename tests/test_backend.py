@@ -1,0 +1,72 @@
+"""A pointwise function that runs tile by tile gives what its operators give on whole values."""
+
+import pytest
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from fx_feather.backend import TILE, build, tiled
+
+N = 2 * TILE + 5  # the last tile is a short one
+
+
+def graph_of(fn, *args):
+    return make_fx(fn, tracing_mode="fake")(*args).graph
+
+
+def forward(graph):
+    return fx.GraphModule({}, graph).forward
+
+
+X, Y = torch.randn(N), torch.randn(N)
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, y, s: [(x * y + x).exp(), x * s.exp()],
+        lambda x, y, s: [(x * y).tanh().to(torch.bfloat16), x > y],
+        lambda x, y, s: [x, (x + y) * (s * 2 + 1)],
+    ],
+)
+def test_tiles_keep_every_bit(fn) -> None:
+    args = (X, Y, torch.tensor(0.5))
+    graph = graph_of(fn, *args)
+    run = tiled(graph, forward(graph))
+    assert run is not None
+    for got, want in zip(run(*args), forward(graph)(*args), strict=True):
+        assert torch.equal(got, want) and got.dtype == want.dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.int32, torch.bool])
+def test_a_sum_is_as_good_as_that_of_the_whole(dtype) -> None:
+    x = torch.ones(40 * TILE, dtype=dtype)
+    graph = graph_of(lambda x: [(x.clone() & x.clone() if dtype == torch.bool else x * x * x).sum()], x)
+    run = tiled(graph, forward(graph))
+    assert run is not None
+    (got,), (want,) = run(x), forward(graph)(x)
+    assert torch.equal(got, want) and got.dtype == want.dtype
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x, s: (lambda total: [total, x * 2 / total])(x.sum()),  # the sum is needed inside
+        lambda x, s: [x * 2 + 1, (s * 3).sum()],  # a sum of one value, which each tile would add
+        lambda x, s: [x * 2 + 1, s * 3],
+        lambda x, s: [x.cumsum(0) * 2 + 1],
+        lambda x, s: [x[:5] * 2 + 1],
+    ],
+)
+def test_what_tiles_would_change_is_run_whole(fn) -> None:
+    args = (X, torch.tensor(0.5))
+    graph = graph_of(fn, *args)
+    for got, want in zip(build(graph, {}, "eager")(*args), forward(graph)(*args), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_values_in_another_order_are_run_whole() -> None:
+    x = torch.randn(64, 2048).t()
+    graph = graph_of(lambda x: [(x * 2 + 1).exp()], x)
+    (got,), (want,) = build(graph, {}, "eager")(x), forward(graph)(x)
+    assert torch.equal(got, want) and got.stride() == want.stride()
