@@ -173,11 +173,14 @@ class Block:
         if _current is None or _current.inside:
             return [self.fn(*row) for row in rows]
         alike: dict[Any, list[_Row]] = {}
+        flat, table = tree.flatten(list(rows))
         with torch._C.DisableTorchFunction():  # a question about a shape is no operator
-            for at, row in enumerate(rows):
-                leaves, treedef = tree.flatten(row)
-                key = (treedef, *(_kind(x, _current.kept) for x in leaves))
-                alike.setdefault(key, []).append(_Row(at, leaves, treedef))
+            kinds = [_kind(x, _current.kept) for x in flat]
+        start = 0
+        for at, treedef in enumerate(table.children()):
+            end = start + treedef.num_leaves
+            alike.setdefault((treedef, *kinds[start:end]), []).append(_Row(at, flat[start:end], treedef))
+            start = end
         # Under torch.no_grad a block is another one.
         function = (self.name, _identity(self.fn, _current.kept), torch.is_grad_enabled())
         results: list[Any] = [None] * len(rows)
@@ -190,9 +193,9 @@ class Block:
             # Models have few calls, and a row each: their graph is cut between them.
             for part in [members] if _current.calls is not None else [[m] for m in members]:
                 tensors = [x for m in part for x in m.leaves if isinstance(x, torch.Tensor)]
-                flat = _emit_block(tensors, id, len(part))
+                outs = _emit_block(tensors, id, len(part))
                 for k, m in enumerate(part):
-                    results[m.at] = tree.unflatten(out_tree, flat[k * len(avals) : (k + 1) * len(avals)])
+                    results[m.at] = tree.unflatten(out_tree, outs[k * len(avals) : (k + 1) * len(avals)])
         return results
 
 

@@ -62,14 +62,11 @@ def _maker(instrs: list[Instr | None], b: int, pointwise: Callable[[Func, bool],
     second = instrs[b]
     if second is None or not pointwise(second.func, True):
         return None
-    wanted = [set(row) for row in second.ins]
     for a in range(b - 1, -1, -1):
         first = instrs[a]
         if first is None or len(first.ins) != len(second.ins) or not pointwise(first.func, False):
             continue
         if not _links(first, second) or _size(first.func) != _size(second.func):
-            continue
-        if any(not wanted[r] & set(outs) for r, outs in enumerate(first.outs)):
             continue
         made = {v: r for r, outs in enumerate(first.outs) for v in outs}
         # Nobody may need it in between, and each row of the call takes from its own row only.

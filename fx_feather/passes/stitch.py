@@ -227,17 +227,20 @@ class Stitcher:
             plan = f.calls[k].plan
             alike: dict[Any, list[Call]] = {}
             for call in f.calls[k].rows:
+                # Without gradients no row wants any.
+                want_in = tuple(needs[a] for a in call.args) if needs else ()
+                want_out = tuple(o in cts for o in call.outs) if needs else ()
                 places = tuple(self.places[f.values[a]] for a in call.args)
-                want = tuple(needs.get(a, False) for a in call.args), tuple(o in cts for o in call.outs)
-                alike.setdefault((places, *want), []).append(call)
+                alike.setdefault((places, want_in, want_out), []).append(call)
             for (_, want_in, want_out), calls in alike.items():
-                args = self._arguments(f, calls, plan, range(len(want_in)))
+                args = self._arguments(f, calls, plan, range(len(calls[0].args)))
                 unit = self.funcs.unit(plan, [self.places[v] for v in args[0]], want_in, want_out)
                 saved_types = [Type.whole(n.meta["val"]) for n in unit.saved_nodes]
                 made = self.emit_rows(unit.forward, args, [*plan.out_types, *saved_types])
                 for call, given, outs in zip(calls, args, made, strict=True):
-                    f.values.update(zip(call.outs, outs[: unit.outputs], strict=True))
-                    f.records.append(Record(call, plan, unit, given, outs[unit.outputs :]))
+                    f.values.update(zip(call.outs, outs, strict=False))
+                    if needs:
+                        f.records.append(Record(call, plan, unit, given, outs[unit.outputs :]))
 
     def _arguments(self, f: "Forward", calls: Sequence[Call], plan: Plan, which: Sequence[int]) -> list[list[int]]:
         """The arguments at some positions of calls that are alike; all parameters of a call are gathered together."""
