@@ -78,3 +78,23 @@ def test_random_numbers_are_refused_on_whole_values_too(draw: Callable[[torch.Te
 
     with pytest.raises(ff.FeatherError, match="no random numbers"):
         ff.compile(ff.value_and_grad(loss), **SETUP)
+
+
+def test_a_copy_for_the_backward_is_made_before_the_forward_writes_over_it() -> None:
+    # Its kernel takes the logarithm in place, of what the backward divides by.
+    def loss(params: Any, batch: Any) -> Any:
+        logits = batch["x"] @ params["w"]
+        each = torch.nn.functional.binary_cross_entropy_with_logits(logits, batch["x"].sigmoid(), reduction="none")
+        return each.sum(), torch.tensor(logits.shape[0])
+
+    assert_equivalent(loss, **SETUP)
+    assert_equivalent(loss, **SETUP, optimizer=ff.sgd(lr=0.1), remat="full")
+
+
+def test_one_hot_in_a_loss_with_gradients() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        rows = torch.nn.functional.one_hot(batch["i"], 6).to(params["w"].dtype)
+        return (rows @ params["w"]).pow(2).sum(), torch.tensor(rows.shape[0])
+
+    batch = {"i": torch.tensor([0, 5, 2, 2])}
+    assert_equivalent(loss, **{**SETUP, "batch": batch, "batch_dims": "batch"})

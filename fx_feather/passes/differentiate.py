@@ -186,6 +186,7 @@ def _cut(whole: Func, n_in: int, n_out: int, diff: list[int], with_ct: list[int]
     forward = _ancestors(outs) - set(placeholders)
     # An operator with several results is saved by those of its results that the backward uses.
     forward |= {n for n in nodes if n.target is operator.getitem and n.args[0] in forward}
+    forward |= _read_before_written(nodes, forward, ct_nodes) - set(placeholders)
 
     # What the backward takes from the forward: saved, or computed again.
     saved: dict[fx.Node, None] = {}
@@ -243,6 +244,31 @@ def _cut(whole: Func, n_in: int, n_out: int, diff: list[int], with_ct: list[int]
         tuple(with_ct),
         tuple(diff),
     )
+
+
+def _storage(n: fx.Node) -> int | None:
+    val = n.meta.get("val")
+    return val.untyped_storage()._cdata if isinstance(val, torch.Tensor) else None
+
+
+def _read_before_written(nodes: list[fx.Node], forward: set[fx.Node], ct_nodes: list[fx.Node]) -> set[fx.Node]:
+    """Copies that only the backward uses, of memory that the forward writes over later: they can't wait for it."""
+    written: dict[int | None, int] = {}
+    for k, n in enumerate(nodes):
+        schema = getattr(n.target, "_schema", None)
+        if n in forward and schema is not None and schema.is_mutable:
+            written[_storage(n.all_input_nodes[0])] = k
+    early: set[fx.Node] = set()
+    if written:
+        late = set(ct_nodes)
+        for k, n in enumerate(nodes):
+            if late.intersection(n.all_input_nodes):
+                late.add(n)
+            elif n in forward or n.op != "call_function" or _is_view(n):
+                continue
+            elif any(written.get(_storage(a), -1) > k for a in n.all_input_nodes):
+                early |= _ancestors([n])
+    return early
 
 
 def _placeholder(graph: fx.Graph, n: fx.Node) -> fx.Node:

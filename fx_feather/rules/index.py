@@ -196,8 +196,14 @@ def _one_hot(call: OpCall) -> Sharding:
             rule="a global program has sizes that are known when it is traced",
             fix="one_hot(index, num_classes)",
         )
-    factors = named(call.operands[0].shape)
-    return Sharding((factors,), ((*factors, ()),), sizes_of((factors, call.operands[0].shape)))
+    factors, n = named(call.operands[0].shape), call.arg(1, "num_classes")
+
+    def run(local: Local, operands: list[Tensor]) -> Tensor:
+        # The operator itself looks at the values, to see that they are in range: that can't be traced.
+        (index,) = operands
+        return (index.unsqueeze(-1) == torch.arange(n, device=index.device)).to(index.dtype)
+
+    return Sharding((factors,), ((*factors, ()),), sizes_of((factors, call.operands[0].shape)), run=run)
 
 
 register("one_hot.default", Rule(_one_hot, text="... -> ... n"))
