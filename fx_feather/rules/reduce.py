@@ -61,7 +61,10 @@ def whole_reduction(dim_at: int | None, keepdim_at: int | None) -> Callable[[OpC
 
 def _sum(call: OpCall) -> Sharding:
     dim = None if call.target is aten.sum.default else call.arg(1, "dim")
-    return reducing(call, dim, bool(call.arg(2, "keepdim", False)), linear=sets([call.operands[0]]))
+    x, out = call.operands[0], call.outs[0]
+    # The parts of a pending sum can't be cut to whole numbers before they are added up, nor to a bool.
+    cuts = out.dtype == torch.bool or (x.dtype.is_floating_point and not out.dtype.is_floating_point)
+    return reducing(call, dim, bool(call.arg(2, "keepdim", False)), linear=() if cuts else sets([x]))
 
 
 register("sum.default sum.dim_IntList", Rule(_sum, text="... d -> ..."))
