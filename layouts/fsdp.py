@@ -7,7 +7,7 @@ Backward: the all-gather again where the gathered parameters were not kept, and 
 each microbatch.
 Update: nothing, each rank updates what it holds.
 
-A parameter without an embed dim (a q/k-norm's scale) stays whole, and its gradient is all-reduced once a step.
+A parameter without an embed or latent dim (a q/k-norm's scale) stays whole; its gradient is all-reduced once a step.
 
 Bytes that a rank sends a step, with P the bytes of the parameters (each in the dtype that is sent), m microbatches
 and n the ranks of the axis: m P (n-1)/n forward, and m P (n-1)/n backward, 2 m P (n-1)/n where they are gathered again.
@@ -23,10 +23,10 @@ from .zero2 import zero2
 def fsdp(axis: str | tuple[str, ...] = "fsdp") -> Layout:
     """The batch and, at rest, parameters, gradients and optimizer state are split over `axis`.
 
-    >>> fsdp("dp").store
-    Store(params={'embed': ('dp',)}, grads={'embed': ('dp',)}, opt={'embed': ('dp',)})
+    >>> fsdp("dp").store.params
+    {'embed': ('dp',), 'latent': ('dp',)}
     """
-    return zero2(axis) | Layout(store=Store(params={"embed": axis}))
+    return zero2(axis) | Layout(store=Store(params={"embed": axis, "latent": axis}))
 
 
 zero3 = fsdp

@@ -25,6 +25,6 @@ def hsdp(replica: str | tuple[str, ...] = "replica", shard: str | tuple[str, ...
     """The batch is split over both axes and, at rest, parameters, gradients and optimizer state over `shard`.
 
     >>> hsdp().compute, hsdp().store.params
-    ({'batch': ('replica', 'shard')}, {'embed': ('shard',)})
+    ({'batch': ('replica', 'shard')}, {'embed': ('shard',), 'latent': ('shard',)})
     """
     return ddp(replica) | fsdp(shard)

@@ -21,7 +21,7 @@ Kind = Callable[[str], Layout]
 
 def _zero(stage: int) -> Kind:
     def kind(axis: str) -> Layout:
-        row = {"embed": axis}
+        row = {"embed": axis, "latent": axis}
         tables = [row if stage >= least else {} for least in (3, 2, 1)]
         return Layout(compute={"batch": axis}, store=Store(*tables))
 

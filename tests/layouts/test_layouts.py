@@ -140,7 +140,7 @@ def test_an_axis_of_both_parts_goes_to_the_earlier_row() -> None:
 
 def test_a_stage_adds_a_row_to_the_stage_before() -> None:
     stages = [f("x").store for f in (layouts.ddp, layouts.zero1, layouts.zero2, layouts.fsdp)]
-    row = {"embed": ("x",)}
+    row = {"embed": ("x",), "latent": ("x",)}
     assert [s.opt for s in stages] == [{}, row, row, row]
     assert [s.grads for s in stages] == [{}, {}, row, row]
     assert [s.params for s in stages] == [{}, {}, {}, row]
