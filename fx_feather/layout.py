@@ -18,6 +18,7 @@ DIM_NAMES = (
     "seq",
     "residual_seq",
     "embed",
+    "latent",
     "heads",
     "kv_heads",
     "head_dim",
