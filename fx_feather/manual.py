@@ -9,7 +9,7 @@ import torch
 
 from .collectives.permute import check_perm
 from .collectives.primitive import COLLECTIVES, LIBRARY, checked_dims, find, refuse_vjp
-from .errors import MeshError, fail
+from .errors import MeshError, ShapeError, fail, message, raise_all
 from .mesh import Axes, Mesh, as_axes
 
 # In a manual region a collective is first recorded with its full name: two may share one operator.
@@ -71,6 +71,24 @@ def named(name: str, static: Sequence[int]) -> dict[str, Any]:
     return {"perm": list(static)} if names == ("perm",) else dict(zip(names, static, strict=True))
 
 
+def check_tensors(values: Sequence[Any], *, call: str, what: str) -> None:
+    """Raises ShapeError for values that are no tensors, all at once."""
+    raise_all(
+        ShapeError,
+        [
+            message(
+                call=call,
+                got=f"{what} of type {type(x).__name__}",
+                number=f"{x!r} is not a tensor",
+                rule="what goes in and out of per-rank code and its collectives is tensors, each with a state",
+                fix="torch.as_tensor(...)",
+            )
+            for x in values
+            if not isinstance(x, torch.Tensor)
+        ],
+    )
+
+
 def _collective(name: str, x: torch.Tensor, axes: Axes, grad_dtype: torch.dtype | None = None, **static: Any) -> Any:
     if _region is None:
         fail(
@@ -81,6 +99,7 @@ def _collective(name: str, x: torch.Tensor, axes: Axes, grad_dtype: torch.dtype 
             rule="a collective that is written by hand belongs into per-rank code, which names the mesh",
             fix="ff.shard_map(f, mesh=mesh, in_specs=..., out_specs=...)(x), with the collective inside of f",
         )
+    check_tensors([x], call=f"ff.{name}(x, {axes!r})", what="an operand")
     c, mesh = find(name), _region.mesh
     names = as_axes(axes)
     mesh.check(names, call=f"ff.{name}(x, {axes!r})")

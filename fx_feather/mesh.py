@@ -14,7 +14,7 @@ def as_axes(axes: Axes | None) -> tuple[str, ...]:
     """Normalises `None`, a name or a tuple of names to a tuple of names."""
     if axes is None:
         return ()
-    return (axes,) if isinstance(axes, str) else tuple(axes)
+    return tuple(axes) if isinstance(axes, tuple | list) else (axes,)
 
 
 class Mesh:
@@ -97,7 +97,7 @@ class Mesh:
                     got=f"axis {axis!r} on {self!r}",
                     number=f"{axis!r} is not one of the axes {list(self.axes)}",
                     rule="a mesh axis is named when the mesh is made",
-                    fix=nearest(axis, self.axes),
+                    fix=nearest(str(axis), self.axes),
                 )
 
     def ordered(self, axes: Iterable[str]) -> tuple[str, ...]:

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import collectives as cc
 from . import tree
 from .collectives.primitive import COLLECTIVES, apply
-from .errors import ShapeError, SpecError, TypeStateError, fail, message, raise_all
-from .manual import TYPED, Context, Record, inside, named
+from .errors import MeshError, ShapeError, SpecError, TypeStateError, fail, message, raise_all
+from .manual import TYPED, Context, Record, check_tensors, inside, named
 from .mesh import Mesh
 from .passes.differentiate import LocalUnit, Place, linearize
 from .pure import watched
@@ -115,8 +115,9 @@ def shard_map(f: Callable[..., Any], *, mesh: Mesh, in_specs: Any, out_specs: An
         out_specs: likewise for the results.
 
     Raises:
+        MeshError: what is no mesh, or an axis that it lacks.
         SpecError: a spec that does not fit.
-        ShapeError: a dim that the mesh does not divide.
+        ShapeError: a dim that the mesh does not divide, or what is no tensor.
         TypeStateError: a collective applied to a value in the wrong state, or a result that varies over an axis which
             `out_specs` does not name.
 
@@ -128,10 +129,20 @@ def shard_map(f: Callable[..., Any], *, mesh: Mesh, in_specs: Any, out_specs: An
     tensor(6.)
     """
     name = getattr(f, "__name__", "f")
+    if not isinstance(mesh, Mesh):
+        fail(
+            MeshError,
+            call=f"shard_map({name}, mesh={mesh!r})",
+            got=f"a mesh of type {type(mesh).__name__}",
+            number=f"{mesh!r} is not a Mesh",
+            rule="per-rank code names the axes of a grid of ranks",
+            fix="mesh=ff.Mesh(tp=2)",
+        )
     call_text = f"shard_map({name}, in_specs={in_specs!r}, out_specs={out_specs!r})"
 
     def call(*args: Any) -> Any:
         leaves, treedef = tree.flatten(args)
+        check_tensors(leaves, call=call_text, what="an argument")
         specs = _as_specs(in_specs, len(leaves), call_text, "in_specs")
         types = [_region_type(x, s, mesh, call_text) for x, s in zip(leaves, specs, strict=True)]
         region, out_tree = _trace_region(f, treedef, types, out_specs, mesh, name, call_text, leaves)
@@ -176,6 +187,7 @@ def _trace_region(
             known[mode.tracer.tensor_tracker[x].proxy.node] = t.sharded | t.partial
         with _Vary(known, mesh):
             outs, out_tree = tree.flatten(f(*tree.unflatten(treedef, list(xs))))
+        check_tensors(outs, call=call, what="a result")
         return outs
 
     device = leaves[0].device.type if leaves else "cpu"

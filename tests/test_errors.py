@@ -446,6 +446,13 @@ CASES = [
         "collective over a local size that does not divide", E.ShapeError,
         lambda: region(lambda x: ff.reduce_scatter(x, "tp", dim=0), size=6), "dim 0 has size 3",
     ),
+    case("collective over no name", E.MeshError, lambda: region(lambda x: ff.psum(x, 3)), "3 is not one of the axes"),
+    case("collective of a number", E.ShapeError, lambda: region(lambda x: ff.psum(3.0, "tp")), "3.0 is not a tensor"),
+    case("region that returns a number", E.ShapeError, lambda: region(lambda x: 3), "a result of type int"),
+    case(
+        "region without a mesh", E.MeshError,
+        lambda: ff.shard_map(lambda x: x, mesh=2, in_specs=ff.P(), out_specs=ff.P()), "2 is not a Mesh",
+    ),
     case(
         "collective over a dim that the local value lacks", E.ShapeError,
         lambda: region(lambda x: ff.all_gather(x, "tp", dim=2)),
