@@ -10,12 +10,14 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
+import optree
+import torch
 from torch import fx
 from torch.fx import traceback as fx_traceback
 
 from . import tree
 
-_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_PACKAGE, *_OTHERS = (os.path.dirname(os.path.abspath(f)) + os.sep for f in (__file__, torch.__file__, optree.__file__))
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n *([^\n]*)')
 UNKNOWN = "(source line not known)"
 
@@ -50,7 +52,7 @@ def labels(fn: Callable[..., Any], args: tree.TreeDef) -> list[str]:
 def _machinery(file: str) -> bool:
     inside = file.removeprefix(_PACKAGE)
     ours = inside != file and not inside.startswith(("nn" + os.sep, "models" + os.sep))
-    return ours or any(f"{os.sep}{p}{os.sep}" in file for p in ("torch", "optree"))
+    return ours or file.startswith(tuple(_OTHERS))
 
 
 def _own_frame() -> FrameType | None:
