@@ -74,6 +74,8 @@ class Compiled(Common):
         super().__init__(template, mesh, layout, batch, batch_dims, device, 1, backend)
         s = Stitcher(Funcs(mesh, layout, self.device))
         self._out_tree: Any
+        #: Where the first results stand in the order of the tree that they become.
+        self._order: list[int] = []
         if isinstance(fn, ValueAndGrad):
             sections = self._differentiated(s, fn.loss_fn, reshard)
         else:
@@ -119,8 +121,7 @@ class Compiled(Common):
     def _chain(self, run: Callable[[Section, list[Any]], list[Any]], inputs: list[Any]) -> list[Any]:
         for section in self.program.sections.values():
             inputs = run(section, inputs)
-        order = getattr(self, "_order", None)
-        return inputs if order is None else [inputs[i] for i in order] + inputs[len(order) :]
+        return [inputs[i] for i in self._order] + inputs[len(self._order) :]
 
     def __call__(self, params: Any, batch: Any) -> Any:
         """Runs on this rank.

@@ -358,7 +358,9 @@ def _keep_first(
 def _axis_index(
     group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
 ) -> Callable[..., torch.Tensor]:
-    return lambda: torch.tensor(index, device=static.get("device") or device)
+    # Made once: a tensor of a Python number waits for the device.
+    position = torch.tensor(index, device=static.get("device") or device)
+    return position.clone
 
 
 _RUN: dict[str, Callable[..., Callable[..., torch.Tensor]]] = {

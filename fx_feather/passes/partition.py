@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from ..collectives import pmax
 from ..rules import Local
 from ..source import user_line
 from ..spec import Type
@@ -88,7 +89,5 @@ def fill_padding(x: torch.Tensor, dim: int, local: Local, factor: str, value: fl
 
 
 def _extreme(x: torch.Tensor, kind: str, axes: tuple[str, ...], plan: Plan) -> torch.Tensor:
-    from ..collectives import pmax
-
     n = plan.mesh.count(axes)
     return pmax(x, axes, n) if kind == "max" else -pmax(-x, axes, n)

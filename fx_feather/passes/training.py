@@ -8,6 +8,7 @@ import torch
 
 from .. import tree
 from ..backend import POINTWISE, is_pointwise
+from ..errors import ShapeError, fail
 from ..layout import ParamTypes
 from ..optim import Transform, apply_updates, global_norm
 from ..program import Section
@@ -276,7 +277,6 @@ def optimizer_sections(
 
 def loss_function(loss_fn: Callable[..., Any]) -> Callable[..., list[torch.Tensor]]:
     """The loss function with its results as one list, sum and count first, checked."""
-    from ..errors import ShapeError, fail
 
     def wrapped(params: Any, batch: Any) -> list[torch.Tensor]:
         out = loss_fn(params, batch)

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from ..collectives import axis_index
 from ..mesh import Mesh
 from ..spec import Type, local_size
 from .handwritten import call_operator
@@ -30,8 +31,6 @@ class Local:
 
     def positions(self, factor: str, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         """Global index of each local element of a factor, int64[local size], and which of them are not padding."""
-        from ..collectives import axis_index
-
         n, axes = self.sharding.sizes[factor], self.axes(factor)
         sizes = [n]
         for a in axes:
