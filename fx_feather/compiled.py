@@ -28,6 +28,16 @@ def _device(device: str | None) -> str:
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
+def _check_device(device: str | None) -> None:
+    there = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
+    # Told here: deep in a trace, a device that is not there may end the process.
+    good = device is None or (isinstance(device, str) and device in there)
+    rule = f"a program runs on {' or '.join(there)} here"
+    check(
+        BackendError, "compile", {"device": device}, [("device", good, rule, f"device={there[-1]!r}, or leave it out")]
+    )
+
+
 def _batch_dim(t: Type) -> int | None:
     return t.names.index("batch") if t.names and "batch" in t.names else None
 
@@ -62,6 +72,7 @@ class Common:
             {"backend": backend},
             [("backend", backend in BACKENDS, f"the backends are {', '.join(BACKENDS)}", "backend='eager'")],
         )
+        _check_device(device)
         self.backend = backend
         _check_kinds(mesh, layout)
         self.mesh, self.layout, self.template, self.device = mesh, layout, template, _device(device)

@@ -139,6 +139,20 @@ def _batch_names(leaves: list[Any], treedef: Any, dims: Any, paths: list[str]) -
             rule="batch_dims is one string for all leaves, or a pytree like the batch with one string a leaf",
             fix='batch_dims="batch seq"',
         )
+    raise_all(
+        ShapeError,
+        [
+            message(
+                call=f"compile(..., batch_dims=...), leaf batch{path}",
+                got=repr(d),
+                number=f"{d!r} is not a string" if not isinstance(d, str) else f"{_twice(d)!r} is named twice",
+                rule="each dim of a batch leaf has one name of its own, `_` for one that no layout splits",
+                fix='"batch seq", or "" for a leaf without dims',
+            )
+            for path, d in zip(paths, given, strict=True)
+            if not isinstance(d, str) or _twice(d)
+        ],
+    )
     names = [tuple(d.split()) for d in given]
     raise_all(
         ShapeError,
@@ -155,3 +169,8 @@ def _batch_names(leaves: list[Any], treedef: Any, dims: Any, paths: list[str]) -
         ],
     )
     return names
+
+
+def _twice(dims: str) -> str:
+    names = dims.split()
+    return next((n for n in names if n != "_" and names.count(n) > 1), "")

@@ -2,6 +2,7 @@
 
 import dataclasses
 import fnmatch
+import itertools
 from collections.abc import Iterable, Mapping
 
 import torch
@@ -296,3 +297,39 @@ def undivided(t: Type, mesh: Mesh, what: str) -> list[str]:
 def check_divides(types: Iterable[tuple[str, Type]], mesh: Mesh) -> None:
     """Raises ShapeError for every value in `types` that the mesh splits unevenly."""
     raise_all(ShapeError, [m for what, t in types for m in undivided(t, mesh, what)])
+
+
+def check_rest(types: Iterable[tuple[str, ParamTypes]]) -> None:
+    """Raises LayoutError for parameters that rest in parts which an update can't bring together, all at once."""
+    problems = []
+    for what, t in types:
+        resting = {"params": t.store, "grads": t.grads, "opt": t.opt}
+        for (one, a), (two, b) in itertools.combinations(resting.items(), 2):
+            apart = _apart(a, b)
+            if not apart:
+                continue
+            problems.append(
+                message(
+                    call=f"update of {what}, dims {' '.join(a.names or ())!r}",
+                    got=f"store.{one} gives {a}\nstore.{two} gives {b}",
+                    number=apart,
+                    rule="an update takes its own part of what is split less: in all tables of Store an axis splits "
+                    "the same dim, and the axes of a dim come in the same order",
+                    fix=f"the same rows in Store({one}=..., {two}=...), or one of the two without them",
+                )
+            )
+    raise_all(LayoutError, problems)
+
+
+def _apart(a: Type, b: Type) -> str:
+    """Why neither of two types of one value is part of the other on some dim; nothing if all fits."""
+    names = a.names or ("?",) * len(a.dims)
+    of_a, of_b = ({axis: i for i, axes in enumerate(t.dims) for axis in axes} for t in (a, b))
+    for axis in of_a.keys() & of_b.keys():
+        if of_a[axis] != of_b[axis]:
+            return f"axis {axis!r} splits {names[of_a[axis]]} in the one and {names[of_b[axis]]} in the other"
+    for name, x, y in zip(names, a.dims, b.dims, strict=True):
+        k = min(len(x), len(y))
+        if x[:k] != y[:k]:
+            return f"{name} is split by {x} in the one and by {y} in the other"
+    return ""

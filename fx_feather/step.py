@@ -9,8 +9,8 @@ import torch
 
 from . import garbage, tree
 from .compiled import BUCKET_BYTES, Common
-from .errors import NonFiniteError, OptimizerError, StateError, fail
-from .layout import Layout
+from .errors import AmbiguousError, NonFiniteError, OptimizerError, StateError, fail
+from .layout import Layout, check_rest
 from .mesh import Mesh
 from .optim import Transform
 from .passes.fuse import fuse
@@ -82,7 +82,13 @@ class Step(Common):
         self._aux_tree = wrapped.aux_tree  # type: ignore[attr-defined]
         g = gradient_sections(s, program, self.params, self.batch.types, reshard, bucket_bytes, accumulate)
         self._result_types = g.finish.out_types()[len(self.params.types) :]
-        u = optimizer_sections(s, optimizer, self.params, g.finish.outputs, bucket_bytes, self._adjusting(adjust))
+        try:
+            u = optimizer_sections(s, optimizer, self.params, g.finish.outputs, bucket_bytes, self._adjusting(adjust))
+        except AmbiguousError:
+            # Operators of an update aren't the user's own: where the layout is to blame, it is named.
+            paths = (f"params{path}" for path in self.params.paths)
+            check_rest(zip(paths, self.params.types, strict=True))
+            raise
         self._state_types, self._state_tree, self._early = u.state_types, u.state_tree, u.early
         sections = {"init": u.init, "first": g.first}
         if g.following is not None:
@@ -220,6 +226,15 @@ class Step(Common):
         return State(params, tree.unflatten(self._state_tree, leaves[n:]), before.step + 1, before.whole)
 
     def _opt_leaves(self, state: State, call: str) -> list[Any]:
+        if not isinstance(state, State):
+            fail(
+                StateError,
+                call=call,
+                got=f"a {type(state).__name__} in the place of the state",
+                number=f"{type(state).__name__} is not a State",
+                rule="a step takes the state first, then the batch",
+                fix="state = step.init(seed=0), and then the state that each step returns",
+            )
         state.check(call)
         tree.check_same(self._state_tree, state.opt, call=call, name="state.opt")
         return tree.leaves(state.opt)

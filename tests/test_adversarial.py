@@ -98,3 +98,50 @@ def test_one_hot_in_a_loss_with_gradients() -> None:
 
     batch = {"i": torch.tensor([0, 5, 2, 2])}
     assert_equivalent(loss, **{**SETUP, "batch": batch, "batch_dims": "batch"})
+
+
+def test_tables_of_a_store_that_no_update_brings_together_are_named() -> None:
+    def loss(params: Any, batch: Any) -> Any:
+        return (batch["x"] @ params["w"]).sum(), torch.tensor(4)
+
+    layout = ff.Layout(compute={"batch": "dp"}, store=ff.Store(params={"embed": "dp"}, opt={"mlp": "dp"}))
+    with pytest.raises(ff.FeatherError, match=r"axis 'dp' splits embed in the one and mlp in the other") as error:
+        ff.compile_step(loss, ff.adamw(lr=0.1), **{**SETUP, "layout": layout})
+    assert "Store(params=..., opt=...)" in str(error.value)
+
+
+def _step(**changed: Any) -> ff.Step:
+    def loss(params: Any, batch: Any) -> Any:
+        return (batch["x"] @ params["w"]).sum(), torch.tensor(4)
+
+    return ff.compile_step(loss, ff.adamw(lr=0.1), **{**SETUP, **changed})
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:99", 3])
+def test_a_device_that_is_not_there_is_refused_before_anything_runs_on_it(device: Any) -> None:
+    with pytest.raises(ff.FeatherError, match="a program runs on cpu"):
+        _step(device=device)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")
+def test_cuda_is_refused_where_there_is_none() -> None:
+    with pytest.raises(ff.FeatherError, match="device is 'cuda'"):
+        _step(device="cuda")
+
+
+@pytest.mark.parametrize("wrong", [None, {"w": torch.ones(6, 6)}])
+def test_what_is_no_state_is_refused_by_name(wrong: Any) -> None:
+    with pytest.raises(ff.FeatherError, match="is not a State"):
+        _step().simulate(wrong, BATCH)
+
+
+@pytest.mark.parametrize(("dims", "why"), [("batch batch", "'batch' is named twice"), ({"x": 3}, "3 is not a string")])
+def test_dims_of_a_batch_that_are_no_names_are_refused(dims: Any, why: str) -> None:
+    with pytest.raises(ff.FeatherError, match=why):
+        _step(batch_dims=dims)
+
+
+@pytest.mark.parametrize(("x", "dims"), [(torch.ones(2), None), (torch.ones(2), ["batch"]), (3.0, "")])
+def test_constrain_names_what_is_no_tensor_or_no_string(x: Any, dims: Any) -> None:
+    with pytest.raises(ff.FeatherError, match="is not a"):
+        ff.constrain(x, dims)
