@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools as ft
 import operator
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +15,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from . import tree
 from .errors import FeatherError, ShapeError, SpecError, fail
+from .identity import identity
 from .pure import check_recorded, watched
 from .record import CallRecorder, place, record
 from .source import labels, note_line, noted_line, user_line
@@ -103,6 +103,15 @@ def constrain(x: torch.Tensor, dims: str) -> torch.Tensor:
     >>> constrain(torch.ones(2, 3), "batch embed").shape
     torch.Size([2, 3])
     """
+    if not isinstance(x, torch.Tensor) or not isinstance(dims, str):
+        fail(
+            SpecError,
+            call=f"constrain({type(x).__name__}, {dims!r})",
+            got=f"{type(x).__name__} and {type(dims).__name__}",
+            number=f"{dims!r} is not a string" if not isinstance(dims, str) else f"{type(x).__name__} is not a tensor",
+            rule="the dims of one tensor are named by one string, separated by blanks",
+            fix='constrain(x, "batch seq embed")',
+        )
     names = dims.split()
     twice = [n for n in names if n != "_" and names.count(n) > 1]
     if len(names) != x.ndim or twice:
@@ -117,32 +126,6 @@ def constrain(x: torch.Tensor, dims: str) -> torch.Tensor:
             else f"write _ for one of the two {twice[0]!r}",
         )
     return torch.ops.fx_feather.constrain(x, dims) if tracing() else x
-
-
-def _identity(fn: Any, kept: list[Any]) -> Any:
-    """A key that is equal for functions that do the same: by code and by what they close over."""
-    if isinstance(fn, ft.partial):
-        parts = [fn.func, *fn.args, *(v for _, v in sorted(fn.keywords.items()))]
-        return ("partial", tuple(sorted(fn.keywords)), *(_identity(p, kept) for p in parts))
-    if isinstance(fn, types.FunctionType):
-        cells = tuple(_identity(c.cell_contents, kept) for c in fn.__closure__ or ())
-        defaults = (fn.__defaults__ or (), fn.__kwdefaults__ or {})
-        return ("function", fn.__code__, id(fn.__globals__), cells, *(_identity(d, kept) for d in defaults))
-    # Containers by what they hold now: a function may see another content at its next call.
-    if isinstance(fn, tuple | list):
-        return (type(fn), *(_identity(x, kept) for x in fn))
-    if isinstance(fn, dict):
-        return (type(fn), *((_identity(k, kept), _identity(v, kept)) for k, v in fn.items()))
-    # 0.0 and -0.0 are equal, and NaN is not equal to itself.
-    if type(fn) is float:
-        return (float, fn.hex())
-    try:
-        hash(fn)
-    except TypeError:
-        kept.append(fn)
-        return ("id", id(fn))
-    # 1, 1.0 and True are equal, yet they trace differently.
-    return (type(fn), fn)
 
 
 class Block:
@@ -182,7 +165,7 @@ class Block:
             alike.setdefault((treedef, *kinds[start:end]), []).append(_Row(at, flat[start:end], treedef))
             start = end
         # Under torch.no_grad a block is another one.
-        function = (self.name, _identity(self.fn, _current.kept), torch.is_grad_enabled())
+        function = (self.name, identity(self.fn, _current.kept), torch.is_grad_enabled())
         results: list[Any] = [None] * len(rows)
         for key, members in alike.items():
             if (function, key) not in _current.ids:
@@ -209,7 +192,7 @@ class _Row(NamedTuple):
 
 def _kind(x: Any, kept: list[Any]) -> Any:
     """What is equal for leaves of arguments that trace alike."""
-    return (x.shape, x.dtype) if isinstance(x, torch.Tensor) else _identity(x, kept)
+    return (x.shape, x.dtype) if isinstance(x, torch.Tensor) else identity(x, kept)
 
 
 def _emit_block(tensors: list[torch.Tensor], id: int, rows: int) -> list[torch.Tensor]:

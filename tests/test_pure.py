@@ -165,6 +165,13 @@ def _handed_on(h: torch.Tensor) -> torch.Tensor:
     return h * k + d.exp() * v[0]
 
 
+def _recursive():
+    def power(h: torch.Tensor, n: int = 3) -> torch.Tensor:
+        return h * power(h, n - 1) if n else h
+
+    return power
+
+
 @torch.no_grad()
 def _decorated(h: torch.Tensor) -> torch.Tensor:
     return h.exp()
@@ -193,6 +200,7 @@ KEPT: list[Inner] = [
     lambda h: h * ff.block(_decorated, "decorated")(h),
     _around_a_block,
     _disabled_autocast,
+    lambda h: ff.block(_recursive())(h),
 ]
 
 
