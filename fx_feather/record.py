@@ -65,7 +65,8 @@ class Recorder(TorchDispatchMode):
         n.meta["val"] = out
         for i, x in enumerate(out if isinstance(out, (list, tuple)) else []):
             if isinstance(x, torch.Tensor):
-                item = self.graph.call_function(operator.getitem, (n, i))
+                # With a name at hand the graph needs not make one of the operator's.
+                item = self.graph.create_node("call_function", operator.getitem, (n, i), name="getitem")
                 self._name(x, item)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -142,7 +143,10 @@ class CallRecorder(TorchDispatchMode):
         self, unit: int, tensors: Sequence[torch.Tensor], rows: int, make: Callable[[], list[torch.Tensor]]
     ) -> list[torch.Tensor]:
         """Appends a call of a block, and gives its results; an equal call before has the same."""
-        args = tuple(self.number(x) for x in tensors)
+        known = (self._known.get(id(x)) for x in tensors)
+        args = tuple(
+            k[1] if k is not None and type(k[1]) is int else self.number(x) for k, x in zip(known, tensors, strict=True)
+        )
         if (unit, args) not in self._made:
             outs = self._made[unit, args] = make()
             self.items.append(Call(unit, args, tuple(self.value(x) for x in outs), rows))

@@ -1,6 +1,7 @@
 """Stitching: local units, conversions of parameters and reductions of gradients, strung together to one program."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -142,7 +143,12 @@ class Stitcher:
     def emit_rows(self, func: Func, rows: Sequence[Sequence[int]], types: Sequence[Type]) -> list[list[int]]:
         """Appends a call for many rows of values that are alike."""
         places = self.funcs.result_places(func)
-        outs = [[self.new(t, p) for t, p in zip(types, places, strict=True)] for _ in rows]
+        assert len(types) == len(places)
+        n, start = len(places), len(self.types)
+        new = range(start, start + n * len(rows))
+        self.types.update(zip(new, itertools.cycle(types), strict=False))
+        self.places.update(zip(new, itertools.cycle(places), strict=False))
+        outs = [list(new[r * n : (r + 1) * n]) for r in range(len(rows))]
         self.instrs.append(Instr(func, tuple(map(tuple, rows)), tuple(map(tuple, outs))))
         return outs
 
@@ -204,9 +210,10 @@ class Stitcher:
             # Rows that were alike before they were split may not be alike now.
             alike: dict[Any, list[Call]] = {}
             for row in whole.split():
-                alike.setdefault(tuple((types[a], in_use.get(a)) for a in row.args), []).append(row)
-            for key, rows in alike.items():
-                plan = self.funcs.plan(program, whole.unit, [t for t, _ in key], [u for _, u in key])
+                used = tuple(in_use.get(a) for a in row.args) if in_use else (None,) * len(row.args)
+                alike.setdefault((tuple(map(types.__getitem__, row.args)), used), []).append(row)
+            for (given, used), rows in alike.items():
+                plan = self.funcs.plan(program, whole.unit, given, used)
                 calls.append(PlannedCall(rows, plan))
                 for row in rows:
                     types.update(zip(row.outs, plan.out_types, strict=True))
@@ -230,7 +237,7 @@ class Stitcher:
                 # Without gradients no row wants any.
                 want_in = tuple(needs[a] for a in call.args) if needs else ()
                 want_out = tuple(o in cts for o in call.outs) if needs else ()
-                places = tuple(self.places[f.values[a]] for a in call.args)
+                places = tuple(map(self.places.__getitem__, map(f.values.__getitem__, call.args)))
                 alike.setdefault((places, want_in, want_out), []).append(call)
             for (_, want_in, want_out), calls in alike.items():
                 args = self._arguments(f, calls, plan, range(len(calls[0].args)))
