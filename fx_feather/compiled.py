@@ -179,30 +179,38 @@ class Common:
     def gather(self, values: Sequence[list[torch.Tensor]], types: Sequence[Type]) -> list[torch.Tensor]:
         return [assemble(v, t, self.mesh) for v, t in zip(values, types, strict=True)]
 
-    def _check_params(self, params: Any, shapes: Sequence[tuple[int, ...]], call: str) -> list[torch.Tensor]:
+    def _check_params(self, params: Any, whole: bool, call: str) -> list[torch.Tensor]:
         tree.check_same(self.params.treedef, params, call=call, name="params")
         leaves = tree.leaves(params)
+        named = [f"params{path}" for path in self.params.paths]
+        self.check_leaves(leaves, self.params.at_rest(), named, whole, call)
+        return leaves
+
+    def check_leaves(
+        self, leaves: Sequence[Any], types: Sequence[Type], names: Sequence[str], whole: bool, call: str
+    ) -> None:
+        """Raises ShapeError for leaves that are no tensors of their types, whole or local, all at once."""
+        shapes = [t.shape if whole else t.local_shape(self.mesh) for t in types]
         raise_all(
             ShapeError,
             [
                 message(
-                    call=f"{call}, params{path}",
+                    call=f"{call}, {name}",
                     got=repr(Type.whole(x)) if isinstance(x, torch.Tensor) else type(x).__name__,
-                    number=f"it is not {t.store.dtype} of shape {list(shape)}",
-                    rule="parameters are like the template: local parts in a run, whole in simulate",
-                    fix="params from init, or parts made with shard",
+                    number=f"it is not {t.dtype} of shape {list(shape)}",
+                    rule="values are like the template's: local parts in a run, whole in simulate",
+                    fix="values from init, or parts made with shard",
                 )
-                for path, x, t, shape in zip(self.params.paths, leaves, self.params.types, shapes, strict=True)
-                if not isinstance(x, torch.Tensor) or tuple(x.shape) != shape or x.dtype != t.store.dtype
+                for name, x, t, shape in zip(names, leaves, types, shapes, strict=True)
+                if not isinstance(x, torch.Tensor) or tuple(x.shape) != shape or x.dtype != t.dtype
             ],
         )
-        return leaves
 
     def local_params(self, params: Any, call: str) -> list[torch.Tensor]:
-        return self._check_params(params, [t.local_shape(self.mesh) for t in self.params.at_rest()], call)
+        return self._check_params(params, False, call)
 
     def whole_params(self, params: Any, call: str) -> list[torch.Tensor]:
-        return self._check_params(params, [t.shape for t in self.params.at_rest()], call)
+        return self._check_params(params, True, call)
 
     def init_params(self, seed: int = 0) -> Any:
         """Initial parameters: this rank's local parts in a run on several ranks, whole values otherwise.

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from .errors import LayoutError, ShapeError, message, nearest, raise_all
+from .errors import LayoutError, ShapeError, fail, message, nearest, raise_all
 from .mesh import Axes, Mesh, as_axes
 from .spec import Dims, Type, local_size
 
@@ -34,7 +34,20 @@ DIM_NAMES = (
 PADDED_DIMS = frozenset({"vocab"})
 
 
+def _kind(what: str, value: object, kind: type, fix: str) -> None:
+    if not isinstance(value, kind):
+        fail(
+            LayoutError,
+            call=f"Layout({what}=...)",
+            got=repr(value),
+            number=f"{type(value).__name__} is not {kind.__name__}",
+            rule="a layout is made of tables from dim names to axes, and of layouts",
+            fix=fix,
+        )
+
+
 def _table(table: Table, where: str) -> dict[str, tuple[str, ...]]:
+    _kind(where, table, Mapping, f'{where}={{"embed": "dp"}}')
     problems = []
 
     def refuse(dim: str, axes: object, number: str, rule: str, fix: str) -> None:
@@ -96,6 +109,12 @@ class Precision:
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
 
+    def __post_init__(self) -> None:
+        for field in ("compute", "reduce"):
+            value = getattr(self, field)
+            if value is not None:
+                _kind(f"precision.{field}", value, torch.dtype, f"ff.Precision({field}=torch.bfloat16)")
+
 
 @dataclasses.dataclass(frozen=True)
 class ParamTypes:
@@ -134,6 +153,10 @@ class Layout:
     precision: Precision = dataclasses.field(default_factory=Precision)
 
     def __post_init__(self) -> None:
+        _kind("store", self.store, Store, 'store=ff.Store(params={"embed": "dp"})')
+        _kind("precision", self.precision, Precision, "precision=ff.Precision(compute=torch.bfloat16)")
+        for layout in self.overrides.values():
+            _kind("overrides", layout, Layout, "overrides={\"*['router']*\": ff.Layout()}")
         object.__setattr__(self, "compute", _table(self.compute, "compute"))
         raise_all(
             LayoutError,

@@ -237,7 +237,10 @@ class Step(Common):
             )
         state.check(call)
         tree.check_same(self._state_tree, state.opt, call=call, name="state.opt")
-        return tree.leaves(state.opt)
+        leaves = tree.leaves(state.opt)
+        names = [f"state.opt{path}" for path in tree.paths_of(self._state_tree)]
+        self.check_leaves(leaves, self._state_types, names, state.whole, call)
+        return leaves
 
     def _step(
         self,
@@ -338,8 +341,9 @@ def compile_step(
         batch: an example of a whole global batch; only shapes and dtypes matter.
         batch_dims: dim names of the batch's leaves; by default "batch seq" and further dims without a name.
         accumulate: equal microbatches that a batch is processed in, the same rows in every layout. Gradients are
-            reduced once a step, but for those
-            that the layout stores split, which are reduce-scattered once a microbatch.
+            reduced once a step, but for those that the layout stores split, which are reduce-scattered once a
+            microbatch. The sums and counts of microbatches are added: a term of the sum that does not depend on the
+            batch counts once for each.
         device: `cpu` or `cuda`; CUDA by default where there is any.
         remat: `none` keeps what the backward needs; `full` keeps the inputs of each block and computes it again.
         reshard: free gathered parameters after the forward and gather them again for the backward.

@@ -145,3 +145,19 @@ def test_dims_of_a_batch_that_are_no_names_are_refused(dims: Any, why: str) -> N
 def test_constrain_names_what_is_no_tensor_or_no_string(x: Any, dims: Any) -> None:
     with pytest.raises(ff.FeatherError, match="is not a"):
         ff.constrain(x, dims)
+
+
+def test_an_optimizer_state_of_another_dtype_is_refused_by_name() -> None:
+    step = ff.compile_step(
+        lambda p, b: ((b @ p["w"]).sum(), torch.tensor(2)),
+        ff.adamw(lr=0.1),
+        template={"w": ff.Param("embed", (4,))},
+        mesh=ff.Mesh(),
+        layout=ff.Layout(),
+        batch=torch.ones(2, 4),
+        batch_dims="batch embed",
+    )
+    state = step.init(seed=0)
+    wide = ff.tree.map(lambda x: x.double(), state.opt)
+    with pytest.raises(ff.FeatherError, match=r"state.opt\['mu'\]\['w'\]"):
+        step.simulate(ff.State(state.params, wide, 0, True), torch.ones(2, 4))

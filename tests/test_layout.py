@@ -1,5 +1,7 @@
 """The layout table: how rows are joined, which axis wins, what a parameter becomes, and refusals."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -250,3 +252,18 @@ def test_an_override_gets_the_rows_of_the_layouts_it_is_composed_with() -> None:
 def test_an_override_with_a_precision_is_refused() -> None:
     with pytest.raises(LayoutError, match="precision is one for the whole step"):
         Layout(overrides={"*": Layout(precision=Precision(compute=torch.bfloat16))})
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda: Layout(compute=3), "Layout(compute=...)"),  # type: ignore[arg-type]
+        (lambda: Layout(store={"embed": "dp"}), "dict is not Store"),  # type: ignore[arg-type]
+        (lambda: Layout(overrides={"*": 3}), "int is not Layout"),  # type: ignore[dict-item]
+        (lambda: Precision(compute="bf16"), "str is not dtype"),  # type: ignore[arg-type]
+    ],
+)
+def test_what_is_no_table_is_refused_by_name(make: Callable[[], object], words: str) -> None:
+    with pytest.raises(LayoutError) as e:
+        make()
+    assert words in str(e.value) and "fix:" in str(e.value)
