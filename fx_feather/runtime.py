@@ -360,7 +360,7 @@ def _axis_index(
 ) -> Callable[..., torch.Tensor]:
     # Made once: a tensor of a Python number waits for the device.
     position = torch.tensor(index, device=static.get("device") or device)
-    return position.clone
+    return lambda: position.clone()  # a function of Python's own can be named
 
 
 _RUN: dict[str, Callable[..., Callable[..., torch.Tensor]]] = {
