@@ -27,7 +27,6 @@ DIM_NAMES = (
     "vocab",
     "expert",
     "expert_mlp",
-    "layers",
 )
 
 #: Dims whose values may be split into parts with padding; all others must divide.

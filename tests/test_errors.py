@@ -390,6 +390,10 @@ CASES = [
         "adjusting by statistics that the loss has not", E.OptimizerError,
         lambda: stepped(adjust=lambda params, aux: params), "no auxiliary values", "return (sum, count, aux)",
     ),
+    case(
+        "pipeline, which is not there", E.LayoutError,
+        lambda: stepped(mesh=ff.Mesh(pp=2), layout=ff.Layout(compute={"layers": "pp"})), "'layers'", "'pp'",
+    ),
     # Parts and wholes.
     case(
         "conversion between different shapes", E.SpecError,
