@@ -71,12 +71,13 @@ def build(graph: fx.Graph, constants: dict[str, torch.Tensor], backend: str) -> 
     return split.forward
 
 
-#: Elements of a tile: a dozen float32 buffers of this size stay in a core's second-level cache.
-TILE = 32768
+#: Elements of a tile: what is between the operators then takes a few MiB however large a leaf is. Smaller ones would fit
+#: the second-level cache, but calls of operators cost more than that saves.
+TILE = 1 << 18
 
 
 def tiled(graph: fx.Graph, forward: Runnable) -> Runnable | None:
-    """Runs a pointwise function tile by tile on a CPU, so that what is between its operators stays in the cache.
+    """Runs a pointwise function tile by tile on a CPU, so that what is between its operators takes little memory.
 
     The results of pointwise operators are the same bits; a sum over all elements is taken tile by tile.
 
