@@ -71,8 +71,8 @@ def build(graph: fx.Graph, constants: dict[str, torch.Tensor], backend: str) -> 
     return split.forward
 
 
-#: Elements of a tile: what is between the operators then takes a few MiB however large a leaf is. Smaller ones would fit
-#: the second-level cache, but calls of operators cost more than that saves.
+#: Elements of a tile: what is between the operators then takes a few MiB however large a leaf is. Smaller ones would
+#: fit the second-level cache, but calls of operators cost more than that saves.
 TILE = 1 << 18
 
 
