@@ -313,24 +313,3 @@ def _candidates(t: Type, axis: str, layout: Layout) -> Iterator[tuple[str, ...]]
         names.append(next((o for o in options if layout.value_dims((o,)) == (want,)), "_"))
     if sum(1 for x in names if x != "_") == len({x for x in names if x != "_"}):
         yield tuple(names)
-
-
-def describe(plan: Plan) -> str:
-    """The plan as text: each operator with the types of its operands and results."""
-    lines = [f"{plan.unit.name}({', '.join(t.show(True) for t in plan.in_types)})"]
-    for n, step in plan.steps.items():
-        if isinstance(step, OpStep):
-            args = ", ".join(
-                (f"{plan.types[r].show(True)} => " if plan.types[r] != t else "") + t.show(True)
-                for r, t in step.operands
-            )
-            lines.append(f"  {n.name} = {n.target}({args}) -> {', '.join(t.show(True) for t in step.results)}")
-        elif isinstance(step, RegionStep):
-            outs = ", ".join(t.show(True) for t in step.region.out_types)
-            lines.append(
-                f"  {n.name} = {step.region.name}({', '.join(t.show(True) for _, t in step.operands)}) -> {outs}"
-            )
-        else:
-            lines.append(f"  {n.name} = {n.target} decomposed:")
-            lines += ["    " + line for line in describe(step.plan).splitlines()]
-    return "\n".join(lines)
