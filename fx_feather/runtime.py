@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from .backend import build
 from .collectives import Collective
 from .errors import MeshError, RankError, fail, message
+from .heap import keep_freed
 from .mesh import Mesh
 from .program import BY_OP, Func, Section
 from .spec import Type, assemble
@@ -47,6 +48,8 @@ class Runtime:
         self.rank = int(os.environ.get("RANK", "0")) if in_world() else 0
         self.device_mesh: DeviceMesh | None = None
         self.device = torch.device(device)
+        if self.device.type == "cpu":
+            keep_freed()
         if in_world() and not dist.is_initialized():
             if device == "cuda":
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
