@@ -1,5 +1,6 @@
 """Backends: from the graph of a local function to something that runs fast, each distinct function made once."""
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -86,9 +87,10 @@ def tiled(graph: fx.Graph, forward: Runnable) -> Runnable | None:
     """
     nodes = [n for n in graph.nodes if n.op == "call_function"]
     values = [n.meta.get("val") for n in graph.nodes if n.op in ("placeholder", "call_function")]
-    if len(nodes) < 3 or not all(isinstance(v, torch.Tensor) for v in values):
+    single = [v for v in values if isinstance(v, torch.Tensor)]
+    if len(nodes) < 3 or any(v is None for v in values):
         return None
-    shape = max((v.shape for v in values), key=lambda s: s.numel())
+    shape = max((v.shape for v in single), key=lambda s: s.numel())
     outs = list(graph.output_node().args[0])
     sums = [n.target is torch.ops.aten.sum.default for n in outs]
     summed = {n for n, is_sum in zip(outs, sums, strict=True) if is_sum}
@@ -96,7 +98,7 @@ def tiled(graph: fx.Graph, forward: Runnable) -> Runnable | None:
     last = all(u.op == "output" for n in summed for u in n.users)
     over_all = all(n.args[0].meta["val"].shape == shape for n in summed)
     pointwise = last and over_all and all(is_pointwise(n) for n in nodes if n not in summed)
-    fits = all(v.shape == shape or v.ndim == 0 for v in values)
+    fits = all(v.shape == shape or v.ndim == 0 for v in single)
     scalar = any(o.meta["val"].ndim == 0 for o, s in zip(outs, sums, strict=True) if not s)
     if not pointwise or not fits or scalar or shape.numel() < 2 * TILE:
         return None
@@ -110,12 +112,10 @@ def tiled(graph: fx.Graph, forward: Runnable) -> Runnable | None:
         flat = [x.view(-1) if x.ndim else x for x in xs]
         whole = [torch.empty(tiles if is_sum else size, dtype=d) for d, is_sum in zip(dtypes, sums, strict=True)]
         once = before(*(flat[i] for i in scalars))
-        tiled = [x for x in flat if x.ndim]
-        for k in range(tiles):
-            here = slice(k * TILE, (k + 1) * TILE)
-            part = inside(*once, *(x[here] for x in tiled))
-            for to, x, is_sum in zip(whole, part, sums, strict=True):
-                to[k if is_sum else here] = x
+        operands = [x.split(TILE) for x in flat if x.ndim]
+        results = [w.split(1 if is_sum else TILE) for w, is_sum in zip(whole, sums, strict=True)]
+        for part, to in zip(zip(*operands, strict=True), zip(*results, strict=True), strict=True):
+            inside(*once, *part, *to)
         return [w.sum() if is_sum else w.view(shape) for w, is_sum in zip(whole, sums, strict=True)]
 
     return run
@@ -125,8 +125,8 @@ def _apart(graph: fx.Graph) -> tuple[Runnable, Runnable, list[int]]:
     """Parts what is computed from 0-dim values alone, once for all tiles, from the rest.
 
     Returns:
-        The first part, from the 0-dim operands; the second, from the first's results and the other operands; and which
-        operands are 0-dim.
+        The first part, from the 0-dim operands; the second, from the first's results, the other operands, and where to
+        write what it gives; and which operands are 0-dim.
     """
     given = [n for n in graph.nodes if n.op == "placeholder"]
     scalars = [i for i, n in enumerate(given) if n.meta["val"].ndim == 0]
@@ -146,13 +146,53 @@ def _apart(graph: fx.Graph) -> tuple[Runnable, Runnable, list[int]]:
     for n in graph.nodes:
         if n.op == "call_function" and n not in small:
             inner[n] = second.node_copy(n, inner.__getitem__)
-    second.output([inner[o] for o in graph.output_node().args[0]])
+    _write(second, [inner[o] for o in graph.output_node().args[0]])
     reuse(second)
     return fx.GraphModule({}, first).forward, fx.GraphModule({}, second).forward, scalars
 
 
+def _write(graph: fx.Graph, results: list[fx.Node]) -> None:
+    """Ends a graph with its results written into further operands, by the operators that make them where these can."""
+    last = next(n for n in reversed(graph.nodes) if n.op == "placeholder")
+    with graph.inserting_after(last):
+        to = [graph.placeholder(f"to{i}") for i in reversed(range(len(results)))][::-1]
+    where: dict[fx.Node, fx.Node] = {}
+    for result, p in zip(results, to, strict=True):
+        if result in where or not result.all_input_nodes:
+            graph.call_function(torch.ops.aten.copy_.default, (p, result))
+        else:
+            where[result] = p
+    for n in list(graph.nodes):
+        items = sorted((u for u in n.users if u.target is operator.getitem), key=lambda u: u.args[1])
+        made = items or [n]
+        into = _writing(n.target, len(made)) if n.op == "call_function" and all(m in where for m in made) else None
+        if into is not None:
+            n.target, names = into
+            n.kwargs = {**n.kwargs, **{name: where.pop(m) for name, m in zip(names, made, strict=True)}}
+    for result, p in where.items():
+        graph.call_function(torch.ops.aten.copy_.default, (p, result))
+    graph.output([])
+
+
+def _writing(target: Any, count: int) -> tuple[Any, list[str]] | None:
+    """The overload of an operator that writes its results into operands, and the names of these, if there is one."""
+    schema = getattr(target, "_schema", None)
+    if schema is None or target is torch.ops.aten.sum.default or len(schema.returns) != count:
+        return None
+    own = [(a.name, str(a.type)) for a in schema.arguments]
+    for name in target.overloadpacket.overloads():
+        found = getattr(target.overloadpacket, name)
+        arguments = found._schema.arguments
+        outs = [a.name for a in arguments if a.is_out]
+        if len(outs) == count and [(a.name, str(a.type)) for a in arguments if not a.is_out] == own:
+            return found, outs
+    return None
+
+
 def is_pointwise(n: fx.Node) -> bool:
-    """Whether a node computes each element of its result from the elements at the same place."""
+    """Whether a node computes each element of its results from the elements at the same place."""
+    if n.target is operator.getitem:
+        return is_pointwise(n.args[0])
     tags = getattr(n.target, "tags", ())
     return n.target in POINTWISE or (torch.Tag.pointwise in tags and not n.target._schema.is_mutable)
 

@@ -66,6 +66,28 @@ def test_adamw_equals_torch(decay: float, betas: tuple[float, float]) -> None:
     assert_close(ours(optim.adamw(0.03, *betas, eps=1e-6, weight_decay=decay, decay_mask=ALL)), expected)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("clip", [None, 0.5])
+def test_a_fused_step_is_the_update_added(clip: float | None, dtype: torch.dtype) -> None:
+    adamw = optim.adamw(optim.linear(0.1, 0.2, 5), weight_decay=0.3)
+    optimizer = adamw if clip is None else optim.chain(optim.clip_by_global_norm(clip), adamw)
+    fused = plain = tensors(0, dtype)
+    states = [optimizer.init(fused), optimizer.init(plain)]
+    for k in range(4):
+        grads = tensors(k + 1, dtype)
+        before = tree.map(torch.clone, (fused, states[0]))
+        given = (fused, states[0])
+        fused, states[0] = optimizer.step(grads, states[0], fused)
+        assert all(torch.equal(a, b) for a, b in zip(tree.leaves(given), tree.leaves(before), strict=True))
+        updates, states[1] = optimizer.update(grads, states[1], plain)
+        plain = optim.apply_updates(plain, updates)
+        # A narrow parameter takes the same operators either way; the others differ by the kernel's rounding.
+        narrow, eps = dtype == torch.bfloat16, torch.finfo(dtype).eps
+        for a, b in zip(tree.leaves((fused, states[0])), tree.leaves((plain, states[1])), strict=True):
+            assert a.dtype == b.dtype
+            torch.testing.assert_close(a, b, rtol=0 if narrow else 20 * eps, atol=0 if narrow else 20 * eps)
+
+
 def test_adamw_decays_matrices_only_by_default() -> None:
     def grouped(p: dict[str, Tensor]) -> torch.optim.Optimizer:
         flat, deep = [p["norm"], p["scalar"]], [p["up"], p["deep"]]

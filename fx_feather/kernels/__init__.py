@@ -1,4 +1,5 @@
 """Functions of whole tensors on one device that are faster than the operators they are made of, each with its vjp."""
 
+from .adamw import adamw as adamw
 from .experts import experts as experts
 from .grouped import grouped_matmul as grouped_matmul

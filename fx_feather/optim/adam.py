@@ -82,7 +82,20 @@ def adamw(
         updates, mu, nu = (tree.unflatten(treedef, column) for column in columns(out, 3))
         return updates, {"step": state["step"] + 1, "mu": mu, "nu": nu}
 
-    return Transform(init, update, text("adamw", settings))
+    def fused(grads: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
+        beside, treedef = rows("adamw.step", params, grads=grads, mu=state["mu"], nu=state["nu"])
+        rate, step = schedule(state["step"]), state["step"] + 1
+        rates, number = decays(decay_mask, params, weight_decay), step.to(torch.float32)
+        out = leaf.adamw_step.each(
+            [
+                (grad, mu, nu, param, rate, number, b1, b2, eps, decay)
+                for (param, grad, mu, nu), decay in zip(beside, rates, strict=True)
+            ]
+        )
+        new, mu, nu = (tree.unflatten(treedef, column) for column in columns(out, 3))
+        return new, {"step": step, "mu": mu, "nu": nu}
+
+    return Transform(init, update, text("adamw", settings), fused)
 
 
 def scale_by_adam(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> Transform:
@@ -116,5 +129,4 @@ def scale_by_adam(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> Trans
 
 def _corrections(step: Tensor, b1: float, b2: float) -> tuple[Tensor, Tensor]:
     """What the moments after this update must be divided by, since they started at zero."""
-    t = (step + 1).to(torch.float64)
-    return 1 - torch.pow(b1, t), 1 - torch.pow(b2, t)
+    return leaf.corrections(step + 1, b1, b2)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from fx_feather import kernels as kernels  # defines an operator that is used below
 from fx_feather.trace import block
 
 # Scalars that depend on the step come as 0-dim float64 tensors. They are rounded to the leaf's dtype before they meet
@@ -42,6 +43,34 @@ def adamw_leaf(
     """AdamW's update, and the new moments; Loshchilov and Hutter, algorithm 2, decay scaled by the learning rate."""
     direction, mu, nu = adam_leaf(grad, mu, nu, correct1, correct2, b1, b2, eps)
     return scale_leaf(decay_leaf(direction, param, decay), -lr), mu, nu
+
+
+def adamw_step_leaf(
+    grad: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    param: Tensor,
+    lr: Tensor,
+    step: Tensor,
+    b1: float,
+    b2: float,
+    eps: float,
+    decay: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The parameter after AdamW's update, and the new moments; `step` is the number of this update, float32[]."""
+    grad = grad.to(mu.dtype)
+    if param.dtype == mu.dtype:
+        new, mu, nu = torch.ops.fx_feather.adamw(param, grad, mu, nu, lr, step, b1, b2, eps, decay)
+        return new, mu, nu
+    # The kernel has one dtype for all; a narrow parameter is widened, and rounded once.
+    update, mu, nu = adamw_leaf(grad, mu, nu, param, lr, *corrections(step, b1, b2), b1, b2, eps, decay)
+    return apply_leaf(param, update), mu, nu
+
+
+def corrections(step: Tensor, b1: float, b2: float) -> tuple[Tensor, Tensor]:
+    """What the moments after update number `step` must be divided by, since they started at zero; float64[] each."""
+    t = step.to(torch.float64)
+    return 1 - torch.pow(b1, t), 1 - torch.pow(b2, t)
 
 
 def decay_leaf(update: Tensor, param: Tensor, decay: float) -> Tensor:
@@ -120,6 +149,7 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 
 adam = block(adam_leaf, name="adam")
 adamw = block(adamw_leaf, name="adamw")
+adamw_step = block(adamw_step_leaf, name="adamw")
 decayed = block(decay_leaf, name="decay")
 with_momentum = block(momentum_leaf, name="momentum")
 sgd = block(sgd_leaf, name="sgd")

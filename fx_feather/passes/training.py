@@ -10,7 +10,7 @@ from .. import tree
 from ..backend import POINTWISE, is_pointwise
 from ..errors import ShapeError, fail
 from ..layout import ParamTypes
-from ..optim import Transform, apply_updates, global_norm
+from ..optim import Transform, global_norm
 from ..program import Section
 from ..spec import Type
 from ..trace import block, trace
@@ -224,8 +224,7 @@ def optimizer_sections(
         loss = block(_quotient, name="loss")(total, count)
         grads = build(block(_mean, name="mean").each([(g, count) for g in tree.leaves(grads)]))
         norm = global_norm(grads)
-        updates, new = optimizer.update(grads, old, values)
-        values = apply_updates(values, updates)
+        values, new = optimizer.step(grads, old, values)
         return loss, norm, values if adjust is None else adjust(values, aux), new
 
     grad_types = params.gradients()

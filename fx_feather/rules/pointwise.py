@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from .. import kernels as kernels  # defines the operators that are named below
 from ..errors import RuleError, fail
 from .local import Local, fill
 from .rule import Factors, OpCall, Operand, Rule, Sharding, overloads, register
@@ -246,3 +247,7 @@ def _broadcast_all(call: OpCall) -> Sharding:
 
 
 register("broadcast_tensors", Rule(_broadcast_all, text="from broadcasting"))
+
+
+# A whole step of an optimizer, element by element; see `kernels`.
+register("fx_feather::adamw", Rule(broadcast, text="..., ..., ..., ..., , -> ..., ..., ..."))

@@ -404,6 +404,10 @@ for _reduction in (0, 1, 2):
 add("cross_entropy_loss.default", f(7), i(7), None, 1)
 add("fx_feather::token_nll.default", f(4, 7), i(7, 4))
 add("fx_feather::token_nll.default", f(2, 3, 5), i(5, 2, 3))
+_adamw = (0.9, 0.95, 1e-3, 0.1)
+for _shape in ((5,), (4, 6), ()):
+    # An optimizer's step is not differentiated.
+    add("fx_feather::adamw.default", *(c(*_shape) for _ in range(4)), c(), c(), *_adamw)
 
 # Factories: no operand, or one that gives its dtype only.
 add("arange.default", 5)
