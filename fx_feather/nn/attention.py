@@ -149,7 +149,7 @@ def _projected(
 
 def _joined(params: dict[str, Any], values: Tensor) -> Tensor:
     """What all heads read, back in the stream."""
-    out = torch.einsum("bhsd,hde->bse", values, params["o"])
+    out = torch.einsum("bhsk,hke->bse", values, params["o"])
     return constrain(out, "batch residual_seq embed")
 
 

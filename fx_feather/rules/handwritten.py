@@ -149,10 +149,15 @@ def call_operator(target: Any, args: Sequence[Any], kwargs: dict[str, Any], wher
         def vjp(*_: Any, **__: Any) -> NoReturn:
             _refuse(target, where, "no formula for its gradient is registered")
 
-    leaves, treedef = tree.flatten((_plain(args), kwargs))
+    return by_hand(target, vjp, args, kwargs)
+
+
+def by_hand(fn: Callable[..., Any], vjp: Vjp, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
+    """Calls a function whose cotangents are pulled back by another, given as for `rule`."""
+    leaves, treedef = tree.flatten((_plain(args), kwargs or {}))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     places = tuple(_Place() if isinstance(x, torch.Tensor) else x for x in leaves)
-    return _Handwritten.apply(_Call(target, vjp, places, treedef), *tensors)
+    return _Handwritten.apply(_Call(fn, vjp, places, treedef), *tensors)
 
 
 def _plain(args: Any) -> Any:

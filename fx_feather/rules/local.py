@@ -52,9 +52,11 @@ class Local:
         return x
 
     def run(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """What the rule computes of local operands: the operator itself, if it says nothing else."""
+        return self.plain(tensors) if self.sharding.run is None else self.sharding.run(self, tensors)
+
+    def plain(self, tensors: Sequence[torch.Tensor]) -> Any:
         """The operator itself on local operands."""
-        if self.sharding.run is not None:
-            return self.sharding.run(self, tensors)
         args, kwargs = self.call.args, dict(self.call.kwargs)
         if self.sharding.rewrite is not None:
             args, kwargs = self.sharding.rewrite(args, kwargs, [t.local_shape(self.mesh) for t in self.results])

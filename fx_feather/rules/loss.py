@@ -5,7 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .pattern import parse
+from ..collectives import keep_first, pmax, psum
+from .handwritten import by_hand
+from .index import held
+from .local import Local
 from .pointwise import broadcast, named, padding_harmless, sizes_of
 from .rule import Factors, OpCall, Rule, Sharding, register
 
@@ -96,20 +99,50 @@ def token_nll(logits: Tensor, rows: Tensor) -> Tensor:
     return torch.logsumexp(logits, dim=-1) - logits.gather(-1, rows.unsqueeze(-1)).squeeze(-1)
 
 
-def _token_nll_vjp(ct: Tensor, out: Tensor, logits: Tensor, rows: Tensor) -> tuple[Tensor, None]:
-    # softmax - one hot, in one buffer: autograd's own formulas write four of the logits' size.
-    at = rows.unsqueeze(-1)
-    total = out.unsqueeze(-1) + logits.gather(-1, at)
-    grad = (logits - total).exp_().mul_(ct.unsqueeze(-1))
-    return grad.scatter_add_(-1, at, -ct.unsqueeze(-1)), None
+def _terms(logits: Tensor, rows: Tensor, part: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The two terms of `token_nll`, and the softmax, of which the backward is made."""
+    # In a part of the classes all of a row may be minus infinity, which has no softmax; the least number has one.
+    softmax = torch.softmax(logits.clamp(min=torch.finfo(logits.dtype).min) if part else logits, -1)
+    # The largest of the softmax is 1 / sum(exp(x - max)): no further pass with exp is needed.
+    total = logits.amax(-1) - softmax.amax(-1).log()
+    return total, logits.gather(-1, rows.unsqueeze(-1)).squeeze(-1), softmax
+
+
+def _terms_vjp(cts: Any, outs: Any, logits: Tensor, rows: Tensor, part: bool) -> tuple[Tensor, None]:
+    # In one buffer: autograd's own formulas write four of the logits' size.
+    grad = outs[2] * cts[0].unsqueeze(-1)
+    return grad.scatter_add(-1, rows.unsqueeze(-1), cts[1].unsqueeze(-1)), None
+
+
+def _nll(local: Local, operands: list[Tensor]) -> Tensor:
+    total, picked, _ = by_hand(_terms, _terms_vjp, (*operands, False))
+    return total - picked
+
+
+def _nll_of_part(local: Local, operands: list[Tensor]) -> Tensor:
+    """Where each rank has some of the classes: a pending sum, of which the first rank holds the logsumexp."""
+    logits, rows = operands
+    own, mine = held(local, "v", rows)
+    total, picked, _ = by_hand(_terms, _terms_vjp, (local.filled(0, logits, float("-inf")), own, True))
+    axes = local.axes("v")
+    n = local.mesh.count(axes)
+    top = pmax(total.detach(), axes, n)
+    whole = top + psum((total - top).exp(), axes, n).log()
+    return keep_first(whole, axes, n) - torch.where(mine, picked, 0.0)
+
+
+def _token_nll(call: OpCall) -> Sharding:
+    logits, rows = call.operands
+    of_rows = named(rows.shape)
+    sizes = {**sizes_of((of_rows, rows.shape)), "v": logits.shape[-1]}
+    return Sharding(((*of_rows, ("v",)), of_rows), (of_rows,), sizes, run=_nll, lower={"v": _nll_of_part})
 
 
 _library = torch.library.Library("fx_feather", "FRAGMENT")
 _library.define("token_nll(Tensor logits, Tensor rows) -> Tensor")
 # Composite: on one device autograd looks into it; in a trace it is one node, whose rule has the shorter backward.
 _library.impl("token_nll", token_nll, "CompositeImplicitAutograd")
-_pattern = "... !v, ... -> ..."
-register("fx_feather::token_nll", Rule(parse(_pattern), token_nll, text=_pattern, vjp=_token_nll_vjp))
+register("fx_feather::token_nll", Rule(_token_nll, token_nll, text="... v, ... -> ..."))
 
 
 def _compared(op: Any) -> Rule:

@@ -163,14 +163,16 @@ def test_tp_reduces_twice_a_block_forward_and_twice_backward() -> None:
         f"loss.forward: {summed}",
         *[f"layer.forward: {summed}"] * (2 * CFG.layers),
         f"loss.forward: pmax@tp {A_NUMBER_A_TOKEN} B float32",
-        *[f"loss.forward: psum@tp {A_NUMBER_A_TOKEN} B float32"] * 2,
+        f"loss.forward: psum@tp {A_NUMBER_A_TOKEN} B float32",
     ]
     assert collectives(step, "first", "backward") == [
         f"loss.backward: {summed}",
         *[f"layer.backward: {summed}"] * (2 * CFG.layers),
     ]
-    assert len(collectives(step, "first")) == 4 + 4 * CFG.layers + 1
-    assert collectives(step, "finish") == collectives(step, "update") == []
+    assert len(collectives(step, "first")) == 4 + 4 * CFG.layers
+    # The loss is left pending by the ranks that hold parts of the vocabulary; the count is known to all.
+    assert collectives(step, "finish") == ["results: psum@tp 8 B float64"]
+    assert collectives(step, "update") == []
 
 
 def test_sequence_parallel_gathers_and_scatters_twice_a_block_each_way() -> None:
@@ -182,13 +184,13 @@ def test_sequence_parallel_gathers_and_scatters_twice_a_block_each_way() -> None
         f"loss.forward: {half[1]}",
         f"loss.forward: {half[0]}",
         f"loss.forward: pmax@tp {A_NUMBER_A_TOKEN} B float32",
-        *[f"loss.forward: psum@tp {A_NUMBER_A_TOKEN} B float32"] * 2,
+        f"loss.forward: psum@tp {A_NUMBER_A_TOKEN} B float32",
     ]
     assert collectives(step, "first", "loss.backward") == [f"loss.backward: {half[1]}", f"loss.backward: {half[0]}"]
     norms = size(
         [TEMPLATE["norm"], *(layer[n] for layer in TEMPLATE["layers"] for n in ("attention_norm", "mlp_norm"))]
     )
-    assert collectives(step, "finish") == [f"reduce: psum@tp {norms} B float32"]
+    assert collectives(step, "finish") == [f"reduce: psum@tp {norms} B float32", "results: psum@tp 8 B float64"]
 
 
 def test_mixed_precision_gathers_narrow_and_reduces_gradients_wide() -> None:
