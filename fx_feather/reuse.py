@@ -1,6 +1,8 @@
 """Reuse of memory: operators write their result over an operand that nobody needs any more."""
 
 import operator
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import fx
@@ -17,8 +19,11 @@ _SAME_MEMORY = {aten._unsafe_view.default, aten._reshape_alias.default}
 def reuse(graph: fx.Graph) -> None:
     """Edits a graph in place: `c = a + b` becomes `c = a.add_(b)` where `a` was made in this graph and is used up.
 
-    Keeps results bit for bit: an operator in place runs the same kernel. What comes in and what a collective gives is
-    never written to. Fresh memory costs more than the arithmetic of an operator: the system clears each page of it.
+    Keeps results bit for bit: an operator in place runs the same kernel. What comes in is never written to. Fresh
+    memory costs more than the arithmetic of an operator: the system clears each page of it.
+
+    A Python function in the place of an operator says by `in_place` what may write over its operand, if there is such,
+    and by `fresh` that nobody else holds its result.
     """
     order = {n: i for i, n in enumerate(graph.nodes)}
     owner: dict[fx.Node, fx.Node | None] = {}
@@ -61,6 +66,8 @@ def _owner(n: fx.Node, owner: dict[fx.Node, fx.Node | None]) -> fx.Node | None:
     """The node that made the memory in which the result of `n` lies; None if it came from outside, or may have."""
     if n.target is operator.getitem:
         return owner.get(n.args[0])  # one of several views, such as a part that `split` gives
+    if getattr(n.target, "fresh", False):
+        return n
     if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload) or n.target.namespace != "aten":
         return None
     shares = n.target in _SAME_MEMORY or any(r.alias_info is not None for r in n.target._schema.returns)
@@ -73,17 +80,19 @@ def _owner(n: fx.Node, owner: dict[fx.Node, fx.Node | None]) -> fx.Node | None:
     return None if composite else n
 
 
-def _in_place(n: fx.Node, k: int) -> torch._ops.OpOverload | None:
+def _in_place(n: fx.Node, k: int) -> Callable[..., Any] | None:
     """The operator that writes the result of `n` over its operand `k`, if there is one and the result fits there."""
     target, val = n.target, n.meta.get("val")
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten" or not isinstance(val, torch.Tensor):
-        return None
     a = n.args[k] if len(n.args) > k else None
     old = a.meta.get("val") if isinstance(a, fx.Node) else None
-    fine = torch.Tag.pointwise in target.tags or target is aten.scatter_add.default
-    if not isinstance(old, torch.Tensor) or not fine or target._schema.is_mutable:
+    if not isinstance(old, torch.Tensor) or not isinstance(val, torch.Tensor):
         return None
     if (old.shape, old.stride(), old.dtype, old.device) != (val.shape, val.stride(), val.dtype, val.device):
+        return None
+    if not isinstance(target, torch._ops.OpOverload):
+        return getattr(target, "in_place", None)
+    fine = torch.Tag.pointwise in target.tags or target is aten.scatter_add.default
+    if target.namespace != "aten" or not fine or target._schema.is_mutable:
         return None
     packet = getattr(aten, target.overloadpacket.__name__ + "_", None)
     found = getattr(packet, target._overloadname, None)

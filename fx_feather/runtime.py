@@ -18,6 +18,7 @@ from .heap import keep_freed
 from .mesh import Mesh
 from .program import BY_OP, Func, Section
 from .spec import Type, assemble
+from .transport import Peers, bind
 
 #: Seconds that a rank waits for the others in a collective; the environment variable FX_FEATHER_TIMEOUT sets another.
 TIMEOUT_S = 600.0
@@ -159,13 +160,9 @@ class Runtime:
         axes, count = tuple(n.args[at].split(",")), n.args[at + 1]
         static = {**dict(zip(c.static, n.args[at + 2 :], strict=False)), **n.kwargs}
         operand = n.args[:at]
-        index = self.mesh.index(self.rank, axes)
-        if count == 1:
-            return lambda *x: _copied(c.reference(list(x) or [torch.empty(0)], **static)[0]), operand
-        group = self.group(axes) if c.communicates else None
-        run = _RUN[c.name](group, self.mesh.group(self.rank, axes), index, static, self.device)
-        run.__name__ = c.name
-        return run, operand
+        group = self.group(axes) if count > 1 and c.communicates else None
+        peers = Peers(self.mesh.group(self.rank, axes), self.mesh.index(self.rank, axes), self.device, group)
+        return bind(c.name, peers, static), operand
 
     @contextlib.contextmanager
     def _peers(self, doing: str) -> Iterator[None]:
@@ -202,179 +199,3 @@ _PEER_WORDS = (
     "remote process exited",
     "Application timeout",
 )
-
-
-# Later versions of torch give these two shorter names, and warn of the older ones.
-_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-
-
-def _copied(x: torch.Tensor) -> torch.Tensor:
-    """A copy with the strides that a program expects of a collective's result, whatever those of `x` are."""
-    return x.clone(memory_format=torch.contiguous_format)
-
-
-def _psum(
-    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
-) -> Callable[..., torch.Tensor]:
-    def run(x: torch.Tensor) -> torch.Tensor:
-        out = _copied(x)
-        dist.all_reduce(out, group=group)
-        return out
-
-    return run
-
-
-def _pmax(
-    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
-) -> Callable[..., torch.Tensor]:
-    def run(x: torch.Tensor) -> torch.Tensor:
-        out = _copied(x)
-        dist.all_reduce(out, op=dist.ReduceOp.MAX, group=group)
-        return out
-
-    return run
-
-
-def _sorted(peers: list[int]) -> list[int] | None:
-    """For each place in a group the place among its ranks in rising order, as torch.distributed has them.
-
-    None where the two are the same: in all groups whose axes stand as in the mesh.
-    """
-    places = [sorted(peers).index(r) for r in peers]
-    return None if places == sorted(places) else places
-
-
-def _inverse(places: list[int] | None) -> list[int] | None:
-    return None if places is None else [places.index(i) for i in range(len(places))]
-
-
-def _all_gather(
-    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
-) -> Callable[..., torch.Tensor]:
-    dim, n, places = static["dim"], len(peers), _sorted(peers)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        flat = x.new_empty((n, *x.shape))
-        _gather_flat(flat.view(-1), x.contiguous().view(-1), group=group)
-        if places is not None:
-            flat = flat[places]
-        if dim == 0:
-            return flat.view(n * x.shape[0], *x.shape[1:])
-        shape = list(x.shape)
-        shape[dim] *= n
-        return flat.movedim(0, dim).reshape(shape)
-
-    return run
-
-
-def _reduce_scatter(
-    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
-) -> Callable[..., torch.Tensor]:
-    dim, n, places = static["dim"], len(peers), _inverse(_sorted(peers))
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        shape = list(x.shape)
-        shape[dim] //= n
-        rows = x.view(*x.shape[:dim], n, *shape[dim:]) if x.is_contiguous() else x.unflatten(dim, (n, shape[dim]))
-        rows = rows.movedim(dim, 0)
-        rows = (rows if places is None else rows[places]).contiguous()
-        out = x.new_empty(shape)
-        _scatter_flat(out.view(-1), rows.view(-1), group=group)
-        return out
-
-    return run
-
-
-def _all_to_all(
-    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
-) -> Callable[..., torch.Tensor]:
-    split, concat, n, places = static["split_dim"], static["concat_dim"], len(peers), _sorted(peers)
-    order = _inverse(places)
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        parts = x.chunk(n, split)
-        rows = torch.stack(parts if order is None else [parts[i] for i in order])
-        out = torch.empty_like(rows)
-        dist.all_to_all_single(out, rows, group=group)
-        return torch.cat(out.unbind(0) if places is None else [out[i] for i in places], concat)
-
-    return run
-
-
-def _ppermute(
-    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
-) -> Callable[..., torch.Tensor]:
-    pairs = list(zip(static["perm"][::2], static["perm"][1::2], strict=True))
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        x, out = x.contiguous(), x.new_zeros(x.shape)
-        ops = []
-        for source, destination in pairs:
-            if source == destination == index:
-                out.copy_(x)
-            elif source == index:
-                ops.append(dist.P2POp(dist.isend, x, peers[destination], group))
-            elif destination == index:
-                ops.append(dist.P2POp(dist.irecv, out, peers[source], group))
-        for work in dist.batch_isend_irecv(ops) if ops else []:
-            work.wait()
-        return out
-
-    return run
-
-
-def _pscatter(
-    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
-) -> Callable[..., torch.Tensor]:
-    dim = static["dim"]
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        size = x.shape[dim] // len(peers)
-        # A copy even where a part lies in one piece: it outlives the whole, which may be written over.
-        return _copied(x.narrow(dim, index * size, size))
-
-    return run
-
-
-def _pad(
-    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
-) -> Callable[..., torch.Tensor]:
-    dim = static["dim"]
-
-    def run(x: torch.Tensor) -> torch.Tensor:
-        shape = list(x.shape)
-        shape[dim] *= len(peers)
-        out = x.new_zeros(shape)
-        out.narrow(dim, index * x.shape[dim], x.shape[dim]).copy_(x)
-        return out
-
-    return run
-
-
-def _keep_first(
-    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
-) -> Callable[..., torch.Tensor]:
-    return (lambda x: _copied(x)) if index == 0 else lambda x: x.new_zeros(x.shape)
-
-
-def _axis_index(
-    group: Any, peers: list[int], index: int, static: dict[str, Any], device: torch.device
-) -> Callable[..., torch.Tensor]:
-    # Made once: a tensor of a Python number waits for the device.
-    position = torch.tensor(index, device=static.get("device") or device)
-    return lambda: position.clone()  # a function of Python's own can be named
-
-
-_RUN: dict[str, Callable[..., Callable[..., torch.Tensor]]] = {
-    "psum": _psum,
-    "pmax": _pmax,
-    "all_gather": _all_gather,
-    "reduce_scatter": _reduce_scatter,
-    "all_to_all": _all_to_all,
-    "ppermute": _ppermute,
-    "pscatter": _pscatter,
-    "pad": _pad,
-    "keep_first": _keep_first,
-    "axis_index": _axis_index,
-}

@@ -30,6 +30,7 @@ FLOORS = (
     {"nn", "models", "optim"},
     {"program"},
     {"passes"},
+    {"transport"},
     {"runtime", "simulate", "price", "checkpoint", "explain", "hf"},
     {"pipeline"},
     {"inputs", "manual"},
@@ -45,7 +46,7 @@ MODEL_MAY_IMPORT = {"errors", "tree", "initializers", "param", "kernels", "trace
 # Layouts and examples use what any user uses: the names of fx_feather itself, and these parts of it.
 USER_MAY_IMPORT = {"data", "metrics", "models", "nn", "testing"}
 
-MAY_IMPORT_DISTRIBUTED = {"runtime", "checkpoint"}
+MAY_IMPORT_DISTRIBUTED = {"runtime", "transport", "checkpoint"}
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 NAMED_FOR_NOTHING = {"util", "utils", "helper", "helpers", "common", "misc", "base", "stuff", "lib"}
 

@@ -99,3 +99,33 @@ def test_any_chain_keeps_its_bits(steps, results):
         return [values[-1 - r % len(values)] + 0 for r in results] + [values[-1].clone()]
 
     check(fn, X, Y)
+
+
+def _reduction():
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    run.in_place = lambda x: x.mul_(2)
+    run.fresh = True
+    return run
+
+
+@pytest.mark.parametrize("read_again", [False, True])
+def test_a_reduction_writes_over_a_buffer_of_its_own(read_again: bool) -> None:
+    run, graph = _reduction(), fx.Graph()
+    a, b = (graph.placeholder(name) for name in "ab")
+    made = [torch.empty(4, device="meta"), torch.empty(8, device="meta")]
+    a.meta["val"] = b.meta["val"] = made[0]
+    flat = graph.call_function(torch.ops.aten.cat.default, ([a, b],))
+    total = graph.call_function(run, (flat,))
+    also = graph.call_function(torch.ops.aten.add.Tensor, (total, flat if read_again else total))
+    flat.meta["val"] = total.meta["val"] = also.meta["val"] = made[1]
+    graph.output([also])
+    reuse(graph)
+    assert (total.target is run) == read_again
+    # What the reduction gave is its own too.
+    assert (also.target is torch.ops.aten.add_.Tensor) == read_again
+    x, y = torch.ones(4), torch.zeros(4)
+    (got,) = fx.GraphModule({}, graph).forward(x, y)
+    assert torch.equal(got, torch.cat([x, y]) * (3 if read_again else 4))
+    assert torch.equal(x, torch.ones(4))

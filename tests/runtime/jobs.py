@@ -4,7 +4,9 @@ A job writes what it found to `FOLDER/rankN.json`, and tensors to safetensors be
 """
 
 import functools as ft
+import itertools
 import json
+import math
 import os
 import sys
 import time
@@ -99,10 +101,13 @@ def collectives() -> dict[str, Any]:
     """Each collective of the table on real ranks against its reference; what differs, by name and arguments."""
     mesh, wrong, tried = ff.Mesh(a=2, b=2), [], []
     run = Runtime(mesh, "cpu")
-    values = [torch.arange(64.0, dtype=torch.float64).reshape(4, 4, 4).sin() * (r + 1) + r for r in range(4)]
-    strided = [v.transpose(0, 2) for v in values]
-    for c in COLLECTIVES.values():
-        if c.op is None:
+    # Few bytes, some, and more than are exchanged in parts; of the latter one shape is enough.
+    shapes = [(4, 4, 4), (4, 4, 60), (4, 4, 40000)]
+    for c, shape in itertools.product(COLLECTIVES.values(), shapes):
+        size = math.prod(shape)
+        values = [torch.arange(size, dtype=torch.float64).reshape(shape).sin() * (r + 1) + r for r in range(4)]
+        strided = [v.transpose(0, 2) for v in values]
+        if c.op is None or (size > 10_000 and c.name not in ("psum", "pmax")):
             continue
         for axes in (("a",), ("b",), ("a", "b"), ("b", "a")):
             n = mesh.count(axes)
@@ -115,8 +120,9 @@ def collectives() -> dict[str, Any]:
                     else:
                         want = torch.tensor(mesh.index(RANK, axes))
                     fine = got.shape == want.shape and torch.equal(got, want.contiguous()) and got.is_contiguous()
-                    # Sums are added up in another order than the reference's.
-                    if not fine and not (c.reduces and torch.allclose(got, want, rtol=1e-14, atol=1e-14)):
+                    # Of many bytes gloo takes the sum, in an order of its own.
+                    close = size > 10_000 and torch.allclose(got, want, rtol=1e-14, atol=1e-14)
+                    if not fine and not (c.reduces and close):
                         wrong.append(f"{c.name} over {axes} with {static}")
                     tried.append(c.name)
     return {"wrong": wrong, "tried": {name: tried.count(name) for name in dict.fromkeys(tried)}}

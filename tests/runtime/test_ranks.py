@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 
 import fx_feather as ff
 import layouts
-from fx_feather import runtime, tree
+from fx_feather import transport, tree
 from fx_feather.errors import MeshError
 from fx_feather.spec import assemble
 from tests.runtime.compositions import COMPOSITIONS, STEPS
@@ -192,7 +192,9 @@ def test_a_killed_rank_ends_the_others(tmp_path) -> None:
 def test_a_stuck_rank_ends_the_others_within_the_timeout(tmp_path) -> None:
     ended = launch("stuck", 2, tmp_path, timeout_s=6, stuck=1)
     assert ended[1].code is None
-    (report,) = reports(tmp_path, ended[:1])
+    # Once all is said, threads of gloo that still wait for the stuck rank may abort the process as it exits.
+    assert ended[0].code in (0, -6), ended[0].text
+    report = json.loads((tmp_path / "rank0.json").read_text())
     text = five_parts(report["error"], "RankError")
     assert "section 'first' did not complete within 6 s" in text
     assert "FX_FEATHER_TIMEOUT=seconds" in text
@@ -227,5 +229,5 @@ def test_old_values_are_gone_while_new_ones_are_made() -> None:
 def test_what_a_rank_makes_alone_has_memory_of_its_own(name) -> None:
     """The operand is written over, or freed, as soon as nothing else in the program reads it."""
     x = torch.arange(4.0)
-    out = runtime._RUN[name](None, [0, 1], 0, {"dim": 0}, x.device)(x)
+    out = transport.bind(name, transport.Peers([0, 1], 0, x.device), {"dim": 0})(x)
     assert out.untyped_storage().data_ptr() != x.untyped_storage().data_ptr()
