@@ -1,7 +1,8 @@
 """Backends: from the graph of a local function to something that runs fast, each distinct function made once."""
 
+import dataclasses
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -85,48 +86,98 @@ def tiled(graph: fx.Graph, forward: Runnable) -> Runnable | None:
     Returns:
         None for a function that is not pointwise, or too small to gain.
     """
-    nodes = [n for n in graph.nodes if n.op == "call_function"]
-    values = [n.meta.get("val") for n in graph.nodes if n.op in ("placeholder", "call_function")]
-    single = [v for v in values if isinstance(v, torch.Tensor)]
-    if len(nodes) < 3 or any(v is None for v in values):
-        return None
-    shape = max((v.shape for v in single), key=lambda s: s.numel())
-    outs = list(graph.output_node().args[0])
-    sums = [n.target is torch.ops.aten.sum.default for n in outs]
-    summed = {n for n, is_sum in zip(outs, sums, strict=True) if is_sum}
-    # A sum is known when all tiles are done, and each element is in one tile.
-    last = all(u.op == "output" for n in summed for u in n.users)
-    over_all = all(n.args[0].meta["val"].shape == shape for n in summed)
-    pointwise = last and over_all and all(is_pointwise(n) for n in nodes if n not in summed)
-    fits = all(v.shape == shape or v.ndim == 0 for v in single)
-    scalar = any(o.meta["val"].ndim == 0 for o, s in zip(outs, sums, strict=True) if not s)
-    if not pointwise or not fits or scalar or shape.numel() < 2 * TILE:
-        return None
-    size, dtypes = shape.numel(), [o.meta["val"].dtype for o in outs]
-    tiles = -(-size // TILE)
-    before, inside, scalars = _apart(graph)
-
-    def run(*xs: torch.Tensor) -> list[torch.Tensor]:
-        if any(x.device.type != "cpu" or not x.is_contiguous() for x in xs):
-            return forward(*xs)
-        flat = [x.view(-1) if x.ndim else x for x in xs]
-        whole = [torch.empty(tiles if is_sum else size, dtype=d) for d, is_sum in zip(dtypes, sums, strict=True)]
-        once = before(*(flat[i] for i in scalars))
-        operands = [x.split(TILE) for x in flat if x.ndim]
-        results = [w.split(1 if is_sum else TILE) for w, is_sum in zip(whole, sums, strict=True)]
-        for part, to in zip(zip(*operands, strict=True), zip(*results, strict=True), strict=True):
-            inside(*once, *part, *to)
-        return [w.sum() if is_sum else w.view(shape) for w, is_sum in zip(whole, sums, strict=True)]
-
-    return run
+    tiles = _Tiles.of(graph, forward)
+    return None if tiles is None or tiles.shape.numel() < 2 * TILE else tiles.run
 
 
-def _apart(graph: fx.Graph) -> tuple[Runnable, Runnable, list[int]]:
-    """Parts what is computed from 0-dim values alone, once for all tiles, from the rest.
+def overwriting(graph: fx.Graph, forward: Runnable) -> tuple[tuple[int, ...], Runnable] | None:
+    """A form of a pointwise function that writes results over operands which nobody else needs, as optimizers do.
 
     Returns:
-        The first part, from the 0-dim operands; the second, from the first's results, the other operands, and where to
-        write what it gives; and which operands are 0-dim.
+        the numbers of the operands that are written over, and the function; None if there is no such form.
+    """
+    tiles = _Tiles.of(graph, forward)
+    return (tuple(tiles.over.values()), tiles.run_over) if tiles is not None and tiles.over else None
+
+
+@dataclasses.dataclass
+class _Tiles:
+    """A pointwise function in the form that runs on a part of the elements at a time.
+
+    Attributes:
+        forward: the function on whole values.
+        shape: of what is cut; other operands have no dims.
+        dtypes, sums: of each result, its dtype and whether it is the sum of all elements.
+        before: computes what depends on operands without dims alone, once for all tiles.
+        inside: writes the results of one tile where it is told.
+        scalars: numbers of the operands without dims.
+        over: for results that can be written over an operand, by the operator that makes them, that operand's number.
+    """
+
+    forward: Runnable
+    shape: torch.Size
+    dtypes: list[torch.dtype]
+    sums: list[bool]
+    before: Runnable
+    inside: Runnable
+    scalars: list[int]
+    over: dict[int, int]
+
+    @classmethod
+    def of(cls, graph: fx.Graph, forward: Runnable) -> "_Tiles | None":
+        """None for a function that is not pointwise."""
+        nodes = [n for n in graph.nodes if n.op == "call_function"]
+        values = [n.meta.get("val") for n in graph.nodes if n.op in ("placeholder", "call_function")]
+        single = [v for v in values if isinstance(v, torch.Tensor)]
+        if len(nodes) < 3 or any(v is None for v in values):
+            return None
+        shape = max((v.shape for v in single), key=lambda s: s.numel())
+        outs = list(graph.output_node().args[0])
+        sums = [n.target is torch.ops.aten.sum.default for n in outs]
+        summed = {n for n, is_sum in zip(outs, sums, strict=True) if is_sum}
+        # A sum is known when all tiles are done, and each element is in one tile.
+        last = all(u.op == "output" for n in summed for u in n.users)
+        over_all = all(n.args[0].meta["val"].shape == shape for n in summed)
+        pointwise = last and over_all and all(is_pointwise(n) for n in nodes if n not in summed)
+        fits = all(v.shape == shape or v.ndim == 0 for v in single)
+        scalar = any(o.meta["val"].ndim == 0 for o, s in zip(outs, sums, strict=True) if not s)
+        if not pointwise or not fits or scalar:
+            return None
+        return cls(forward, shape, [o.meta["val"].dtype for o in outs], sums, *_apart(graph))
+
+    def run(self, *xs: torch.Tensor) -> list[torch.Tensor]:
+        """The results."""
+        return self._run(xs, {})
+
+    def run_over(self, *xs: torch.Tensor) -> list[torch.Tensor]:
+        """The results, some of them written over operands."""
+        return self._run(xs, self.over)
+
+    def _run(self, xs: Sequence[torch.Tensor], over: dict[int, int]) -> list[torch.Tensor]:
+        if any(x.device.type != "cpu" or not x.is_contiguous() for x in xs):
+            return self.forward(*xs)
+        size = self.shape.numel()
+        tiles, flat = -(-size // TILE), [x.view(-1) if x.ndim else x for x in xs]
+        whole = [
+            flat[over[i]] if i in over else torch.empty(tiles if is_sum else size, dtype=d)
+            for i, (d, is_sum) in enumerate(zip(self.dtypes, self.sums, strict=True))
+        ]
+        once = self.before(*(flat[i] for i in self.scalars))
+        operands = [x.split(TILE) for x in flat if x.ndim]
+        results = [w.split(1 if is_sum else TILE) for w, is_sum in zip(whole, self.sums, strict=True)]
+        for part, to in zip(zip(*operands, strict=True), zip(*results, strict=True), strict=True):
+            self.inside(*once, *part, *to)
+        return [
+            xs[over[i]] if i in over else w.sum() if is_sum else w.view(self.shape)
+            for i, (w, is_sum) in enumerate(zip(whole, self.sums, strict=True))
+        ]
+
+
+def _apart(graph: fx.Graph) -> tuple[Runnable, Runnable, list[int], dict[int, int]]:
+    """The last four fields of `_Tiles`.
+
+    The first function takes the operands without dims; the second what the first gives, the other operands, and where
+    to write its results.
     """
     given = [n for n in graph.nodes if n.op == "placeholder"]
     scalars = [i for i, n in enumerate(given) if n.meta["val"].ndim == 0]
@@ -143,35 +194,50 @@ def _apart(graph: fx.Graph) -> tuple[Runnable, Runnable, list[int]]:
     first.output([env[n] for n in shared])
     inner: dict[fx.Node, fx.Node] = {n: second.placeholder(f"s{i}") for i, n in enumerate(shared)}
     inner.update({n: second.placeholder(f"x{i}") for i, n in enumerate(given) if i not in scalars})
+    results = list(graph.output_node().args[0])
+    to = [second.placeholder(f"to{i}") for i in range(len(results))]
     for n in graph.nodes:
         if n.op == "call_function" and n not in small:
             inner[n] = second.node_copy(n, inner.__getitem__)
-    _write(second, [inner[o] for o in graph.output_node().args[0]])
+    over = _write(second, [inner[o] for o in results], to)
     reuse(second)
-    return fx.GraphModule({}, first).forward, fx.GraphModule({}, second).forward, scalars
+    number = {inner[n]: i for i, n in enumerate(given) if i not in scalars}
+    pairs = {i: number[n] for i, n in over.items() if n in number}
+    return fx.GraphModule({}, first).forward, fx.GraphModule({}, second).forward, scalars, pairs
 
 
-def _write(graph: fx.Graph, results: list[fx.Node]) -> None:
-    """Ends a graph with its results written into further operands, by the operators that make them where these can."""
-    last = next(n for n in reversed(graph.nodes) if n.op == "placeholder")
-    with graph.inserting_after(last):
-        to = [graph.placeholder(f"to{i}") for i in reversed(range(len(results)))][::-1]
-    where: dict[fx.Node, fx.Node] = {}
-    for result, p in zip(results, to, strict=True):
-        if result in where or not result.all_input_nodes:
-            graph.call_function(torch.ops.aten.copy_.default, (p, result))
-        else:
-            where[result] = p
+def _write(graph: fx.Graph, results: list[fx.Node], to: list[fx.Node]) -> dict[int, fx.Node]:
+    """Ends a graph with its results written into operands, by the operators that make them where these can.
+
+    Returns:
+        for results that their operator may write over one of its own operands, which nobody else reads, that operand.
+        An operator says so by the name of its argument: `to_x` may be `x` itself.
+    """
+    place: dict[fx.Node, int] = {}
+    for i, result in enumerate(results):
+        if result.op == "call_function":
+            place.setdefault(result, i)
+    written: set[int] = set()
+    over: dict[int, fx.Node] = {}
     for n in list(graph.nodes):
         items = sorted((u for u in n.users if u.target is operator.getitem), key=lambda u: u.args[1])
         made = items or [n]
-        into = _writing(n.target, len(made)) if n.op == "call_function" and all(m in where for m in made) else None
-        if into is not None:
-            n.target, names = into
-            n.kwargs = {**n.kwargs, **{name: where.pop(m) for name, m in zip(names, made, strict=True)}}
-    for result, p in where.items():
-        graph.call_function(torch.ops.aten.copy_.default, (p, result))
+        into = _writing(n.target, len(made)) if n.op == "call_function" and all(m in place for m in made) else None
+        if into is None:
+            continue
+        operands = dict(zip((a.name for a in n.target._schema.arguments), n.args, strict=False))
+        n.target, names = into
+        n.kwargs = {**n.kwargs, **{name: to[place[m]] for name, m in zip(names, made, strict=True)}}
+        written.update(place[m] for m in made)
+        for name, m in zip(names, made, strict=True):
+            x = operands.get(name.removeprefix("to_")) if name.startswith("to_") else None
+            if x is not None and x.op == "placeholder" and list(x.users) == [n]:
+                over[place[m]] = x
+    for i, result in enumerate(results):
+        if i not in written:
+            graph.call_function(torch.ops.aten.copy_.default, (to[i], result))
     graph.output([])
+    return over
 
 
 def _writing(target: Any, count: int) -> tuple[Any, list[str]] | None:

@@ -1,6 +1,7 @@
 """Reuse of memory: operators write their result over an operand that nobody needs any more."""
 
 import operator
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,24 @@ _COMMUTE = {aten.add.Tensor, aten.mul.Tensor}
 
 #: Operators that give their operand's memory, whatever their schemas say.
 _SAME_MEMORY = {aten._unsafe_view.default, aten._reshape_alias.default}
+
+
+def held_alone(xs: list[torch.Tensor], k: int) -> bool:
+    """Whether nobody but this list holds the tensor at a place in it, and no other tensor or array its memory."""
+    # Not only Python holds tensors: a collective under way does, and an array or a capsule made from one.
+    if _references(xs, k) != _ALONE or (_COUNTS and xs[k]._use_count() != 1):  # type: ignore[attr-defined]
+        return False
+    return torch._C._storage_Use_Count(xs[k].untyped_storage()._cdata) == 2  # the tensor's own, and the one asked here
+
+
+def _references(xs: list[torch.Tensor], k: int) -> int:
+    return sys.getrefcount(xs[k])
+
+
+_COUNTS = hasattr(torch.Tensor, "_use_count")
+
+# Counted in the same way: how many the interpreter itself adds depends on its version.
+_ALONE = _references([torch.empty(0)], 0)
 
 
 def reuse(graph: fx.Graph) -> None:

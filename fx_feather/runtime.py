@@ -1,8 +1,13 @@
 """The runtime: binds mesh axes to process groups and runs a program as one rank of a `torch.distributed` world."""
 
+import atexit
 import contextlib
 import datetime
+import functools as ft
 import os
+import sys
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -11,12 +16,13 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from .backend import build
+from .backend import build, overwriting
 from .collectives import Collective
 from .errors import MeshError, RankError, fail, message
 from .heap import keep_freed
 from .mesh import Mesh
 from .program import BY_OP, Func, Section
+from .reuse import held_alone
 from .spec import Type, assemble
 from .transport import Peers, bind
 
@@ -31,6 +37,31 @@ def in_world() -> bool:
 
 def _timeout() -> datetime.timedelta:
     return datetime.timedelta(seconds=float(os.environ.get("FX_FEATHER_TIMEOUT", TIMEOUT_S)))
+
+
+def _begin(backend: str) -> None:
+    """Begins the world of this process, and ends it when the process ends."""
+    dist.init_process_group(backend, timeout=_timeout())
+
+    def leave() -> None:
+        # After an error others may hang, and to wait for them would hide it.
+        if dist.is_initialized() and getattr(sys, "last_type", None) is None:
+            dist.destroy_process_group()
+
+    atexit.register(leave)
+
+
+@ft.cache
+def _pause_at_exit() -> None:
+    """Registers a short pause before the interpreter goes."""
+
+    def pause() -> None:
+        # A thread of gloo lets go of the tensors of its last collective on its own time. It needs the interpreter for
+        # that, and aborts the process if there is none any more; whenever this one sleeps, the other has it.
+        for _ in range(10):
+            time.sleep(0.005)
+
+    atexit.register(pause)
 
 
 _groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
@@ -55,7 +86,7 @@ class Runtime:
             if device == "cuda":
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
             with self._peers("the start"):
-                dist.init_process_group("nccl" if device == "cuda" else "gloo", timeout=_timeout())
+                _begin("nccl" if device == "cuda" else "gloo")
         world = dist.get_world_size() if dist.is_initialized() else 1
         if world != mesh.size:
             fail(
@@ -67,12 +98,16 @@ class Runtime:
                 fix=f"torchrun --nproc-per-node {mesh.size} script.py, or simulate(...) for all ranks in one process",
             )
         if dist.is_initialized():
+            _pause_at_exit()
             self.rank = dist.get_rank()
             if device == "cuda":
                 self.device = torch.device("cuda", torch.cuda.current_device())
             with self._peers("making process groups"):
                 self.device_mesh = self._device_mesh() if mesh.axes else None
         self._bound: dict[Func, Callable[..., list[torch.Tensor]]] = {}
+        self._overwriting: dict[Func, tuple[tuple[int, ...], Callable[..., list[torch.Tensor]]]] = {}
+        #: By identity, what sections gave, as long as it is there.
+        self._made: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
 
     def _device_mesh(self) -> DeviceMesh:
         # Made from groups: those that a DeviceMesh makes by itself wait for torch's half hour, not for `_timeout`.
@@ -110,16 +145,25 @@ class Runtime:
 
     def run(self, section: Section, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs of a section on this rank."""
+        # What the program made may be written over once nobody needs it; what a user brought may not.
+        foreign = {v for v, x in zip(section.inputs, inputs, strict=True) if self._made.get(id(x)) is not x}
         env = dict(zip(section.inputs, inputs, strict=True))
         inputs.clear()
         with torch.no_grad(), self._peers(f"section {section.name!r}"):
             for i in section.instrs:
                 fn = self._callable(i.func)
+                over, overwriting = self._overwriting.get(i.func, ((), fn))
                 for ins, outs, free in zip(i.ins, i.outs, i.free, strict=True):
-                    env.update(zip(outs, fn(*[env[v] for v in ins]), strict=True))
+                    args = [env[v] for v in ins]
                     for v in free:
-                        del env[v]
-        return [env[v] for v in section.outputs]
+                        env.pop(v, None)
+                    spare = over and all(ins[k] not in foreign and held_alone(args, k) for k in over)
+                    env.update(zip(outs, (overwriting if spare else fn)(*args), strict=True))
+                    for v in free:
+                        env.pop(v, None)
+        outputs = [env[v] for v in section.outputs]
+        self._made.update((id(x), x) for x in outputs)
+        return outputs
 
     def item(self, x: torch.Tensor) -> Any:
         """A number that is the same on every rank."""
@@ -152,7 +196,10 @@ class Runtime:
             for n in graph.nodes:
                 if n.target in BY_OP:
                     n.target, n.args, n.kwargs = *self._bind(BY_OP[n.target], n), {}
-            self._bound[func] = build(graph, func.constants, self.backend)
+            fn = self._bound[func] = build(graph, func.constants, self.backend)
+            form = overwriting(graph, fn) if self.backend == "eager" else None
+            if form is not None:
+                self._overwriting[func] = form
         return self._bound[func]
 
     def _bind(self, c: Collective, n: fx.Node) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:

@@ -83,6 +83,8 @@ def main() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+        # Threads of gloo let go of the last tensors on their own time, and abort a process whose interpreter is gone.
+        time.sleep(0.1)
 
 
 if __name__ == "__main__":

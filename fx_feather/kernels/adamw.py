@@ -54,10 +54,10 @@ def adamw_into(
     to_mu: Tensor,
     to_nu: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """`adamw`, its results written into contiguous tensors."""
-    to_param.copy_(param)
-    to_mu.copy_(mu)
-    to_nu.copy_(nu)
+    """`adamw`, its results written into contiguous tensors; each may be the operand whose new value it takes."""
+    for to, x in ((to_param, param), (to_mu, mu), (to_nu, nu)):
+        if to.data_ptr() != x.data_ptr():
+            to.copy_(x)
     # Lists of one leaf each; no maximum of the second moments.
     torch.ops.aten._fused_adamw_.tensor_lr(
         [to_param],

@@ -225,6 +225,60 @@ def test_old_values_are_gone_while_new_ones_are_made() -> None:
     assert alive["update"] == []
 
 
+def updates(keep: Any, steps: int = 4) -> tuple[list[Any], list[int]]:
+    """Parameters after each step of AdamW, and where they lie; `keep` is called with those before each step."""
+    template = {
+        "w": ff.Param("embed _", (5, 3), ff.normal(1.0), torch.float64),
+        "b": ff.Param("_", (3,), ff.ones(), torch.float64),
+    }
+
+    def loss(params: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return ((batch @ params["w"] + params["b"]) ** 2).sum(), torch.tensor(batch.shape[0])
+
+    optimizer = ff.chain(ff.clip_by_global_norm(1.0), ff.adamw(0.1))
+    batch = torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(4, 5)
+    settings = {"template": template, "mesh": ff.Mesh(), "layout": ff.Layout(), "batch": batch}
+    step = ff.compile_step(loss, optimizer, **settings, batch_dims="batch _", device="cpu")
+    state, history, places = step.init(), [], []
+    for _ in range(steps):
+        keep(state.params)
+        state, _ = step(state, batch)
+        history.append(tree.map(torch.clone, state.params))
+        places.append([x.data_ptr() for x in tree.leaves(state.params)])
+    return history, places
+
+
+def test_an_update_writes_over_what_the_last_one_made() -> None:
+    plain, places = updates(lambda params: None)
+    assert places[0] == places[1] == places[3]
+    # Nothing may change under who holds a value, a view of it or an array on its memory.
+    ways = (lambda x: x, lambda x: x[:1], lambda x: x.numpy(), lambda x: x.detach(), torch.utils.dlpack.to_dlpack)
+    for way in ways:
+        held, before = [], []
+
+        def keep(params: Any, way: Any = way, held: Any = held, before: Any = before) -> None:
+            held.append([way(x) for x in tree.leaves(params)])
+            before.append(tree.map(torch.clone, params))
+
+        again, _ = updates(keep)
+        for a, b in zip(tree.leaves(again), tree.leaves(plain), strict=True):
+            assert torch.equal(a, b)
+        if isinstance(held[0][0], torch.Tensor):
+            for a, b in zip(tree.leaves(held), tree.leaves(before), strict=True):
+                assert torch.equal(a, b if a.shape == b.shape else b[:1])
+
+
+def test_a_step_does_not_write_over_what_a_user_brings() -> None:
+    step = linear_step(ff.Mesh(), ff.Layout())
+    state = step.init()
+    array = state.params["a"].numpy().copy()
+    before = array.copy()
+    state.params["a"] = torch.from_numpy(array)
+    for _ in range(3):
+        state, _ = step(state, step.shard(linear_batch()))
+    assert (array == before).all()
+
+
 @pytest.mark.parametrize("name", ["pscatter", "pad", "keep_first"])
 def test_what_a_rank_makes_alone_has_memory_of_its_own(name) -> None:
     """The operand is written over, or freed, as soon as nothing else in the program reads it."""
