@@ -156,21 +156,17 @@ class _Tiles:
     def _run(self, xs: Sequence[torch.Tensor], over: dict[int, int]) -> list[torch.Tensor]:
         if any(x.device.type != "cpu" or not x.is_contiguous() for x in xs):
             return self.forward(*xs)
-        size = self.shape.numel()
-        tiles, flat = -(-size // TILE), [x.view(-1) if x.ndim else x for x in xs]
+        tiles, flat = -(-self.shape.numel() // TILE), [x.view(-1) if x.ndim else x for x in xs]
         whole = [
-            flat[over[i]] if i in over else torch.empty(tiles if is_sum else size, dtype=d)
+            xs[over[i]] if i in over else torch.empty(tiles if is_sum else self.shape, dtype=d)
             for i, (d, is_sum) in enumerate(zip(self.dtypes, self.sums, strict=True))
         ]
         once = self.before(*(flat[i] for i in self.scalars))
         operands = [x.split(TILE) for x in flat if x.ndim]
-        results = [w.split(1 if is_sum else TILE) for w, is_sum in zip(whole, self.sums, strict=True)]
+        results = [w.view(-1).split(1 if is_sum else TILE) for w, is_sum in zip(whole, self.sums, strict=True)]
         for part, to in zip(zip(*operands, strict=True), zip(*results, strict=True), strict=True):
             self.inside(*once, *part, *to)
-        return [
-            xs[over[i]] if i in over else w.sum() if is_sum else w.view(self.shape)
-            for i, (w, is_sum) in enumerate(zip(whole, self.sums, strict=True))
-        ]
+        return [w.sum() if is_sum else w for w, is_sum in zip(whole, self.sums, strict=True)]
 
 
 def _apart(graph: fx.Graph) -> tuple[Runnable, Runnable, list[int], dict[int, int]]:
