@@ -23,8 +23,8 @@ from .trace import constrain as constrain
 from .compiler import Compiled as Compiled
 from .compiler import compile as compile
 from .compiler import value_and_grad as value_and_grad
-from .step import State as State
 from .step import Step as Step
+from .state import State as State
 from .step import compile_step as compile_step
 
 # Writing texts with a model.

@@ -10,6 +10,8 @@ from . import garbage, tree
 from .compiled import BUCKET_BYTES, Common
 from .layout import Layout
 from .mesh import Mesh
+from .passes.interleave import interleave
+from .passes.overlap import overlap
 from .passes.stitch import Funcs, Stitcher
 from .passes.training import gradient_sections, loss_function, resolved
 from .program import Program, Section
@@ -81,8 +83,11 @@ class Compiled(Common):
         else:
             sections = self._plain(s, fn)
         for section in sections:
+            overlap(section)
             section.donate()
         self.program = Program(mesh, {x.name: x for x in sections})
+        for func in self.program.funcs():
+            interleave(func.graph)
         self.out_types = tree.unflatten(self._out_tree, self._out_types)
 
     def _plain(self, s: Stitcher, fn: Callable[..., Any]) -> list[Section]:

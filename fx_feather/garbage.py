@@ -16,5 +16,9 @@ def kept() -> Iterator[None]:
     try:
         yield
     finally:
+        if not gc.get_freeze_count():
+            # Through the frozen generation to the oldest, unseen: what was made is no longer young, and stays.
+            gc.freeze()
+            gc.unfreeze()
         if was:
             gc.enable()

@@ -8,7 +8,7 @@ import torch
 
 from . import param, tree
 from .errors import BatchError, ShapeError, fail, message, raise_all
-from .layout import Layout, ParamTypes, check_divides
+from .layout import Layout, ParamTypes, check_divides, undivided
 from .mesh import Mesh
 from .passes.training import Parameters
 from .spec import Type
@@ -71,18 +71,20 @@ class Leaves:
 def parameters(template: Any, mesh: Mesh, layout: Layout) -> Parameters:
     param.check_template(template, call="compile(..., template=...)")
     leaves, treedef = tree.flatten(template)
-    paths = tree.paths_of(treedef)
+    paths: Sequence[str | None] = tree.paths_of(treedef) if layout.overrides else [None] * len(leaves)
     # Parameters that are alike share one object, so that the passes tell at a glance that they are.
     known: dict[Any, ParamTypes] = {}
     types: list[ParamTypes] = []
     for p, path in zip(leaves, paths, strict=True):
-        own = layout.at(path)
+        own = layout if path is None else layout.at(path)
         key = (id(own), p.dims, p.shape, p.dtype)
         if key not in known:
             known[key] = own.param_types(p.dim_names, p.shape, p.dtype)
         types.append(known[key])
-    check_divides(((f"params{path}", t.compute) for path, t in zip(paths, types, strict=True)), mesh)
-    return Parameters(paths, treedef, types, layout.precision.compute, layout.precision.reduce)
+    params = Parameters(treedef, types, layout.precision.compute, layout.precision.reduce)
+    if any(undivided(t.compute, mesh, "") for t in known.values()):
+        check_divides(((f"params{path}", t.compute) for path, t in zip(params.paths, types, strict=True)), mesh)
+    return params
 
 
 def batch_leaves(batch: Any, dims: Any, layout: Layout, mesh: Mesh, microbatches: int) -> Leaves:

@@ -140,7 +140,10 @@ def init(template: tree.Tree, seed: int = 0) -> tree.Tree:
 
 def check_template(template: tree.Tree, *, call: str) -> None:
     """Raises ShapeError naming every leaf of a template that is no Param."""
-    wrong = [(p, x) for p, x in zip(tree.paths(template), tree.leaves(template), strict=True) if type(x) is not Param]
+    leaves = tree.leaves(template)
+    if all(type(x) is Param for x in leaves):
+        return
+    wrong = [(p, x) for p, x in zip(tree.paths(template), leaves, strict=True) if type(x) is not Param]
     raise_all(
         ShapeError,
         [

@@ -126,9 +126,9 @@ class Section:
         for k in range(len(self.instrs) - 1, -1, -1):
             i, free = self.instrs[k], []
             for ins, outs in zip(reversed(i.ins), reversed(i.outs), strict=True):
-                dead = tuple(v for v in dict.fromkeys((*ins, *outs)) if v not in live)
+                dead = [v for v in (*ins, *outs) if v not in live]
                 live.update(dead)
-                free.append(dead)
+                free.append(tuple(dead) if len(dead) < 2 else tuple(dict.fromkeys(dead)))
             self.instrs[k] = dataclasses.replace(i, free=tuple(reversed(free)))
 
     def text(self) -> str:

@@ -143,10 +143,8 @@ class CallRecorder(TorchDispatchMode):
         self, unit: int, tensors: Sequence[torch.Tensor], rows: int, make: Callable[[], list[torch.Tensor]]
     ) -> list[torch.Tensor]:
         """Appends a call of a block, and gives its results; an equal call before has the same."""
-        known = (self._known.get(id(x)) for x in tensors)
-        args = tuple(
-            k[1] if k is not None and type(k[1]) is int else self.number(x) for k, x in zip(known, tensors, strict=True)
-        )
+        known = self._known
+        args = tuple([k[1] if (k := known.get(id(x))) and type(k[1]) is int else self.number(x) for x in tensors])
         if (unit, args) not in self._made:
             outs = self._made[unit, args] = make()
             self.items.append(Call(unit, args, tuple(self.value(x) for x in outs), rows))

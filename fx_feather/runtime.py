@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from .backend import build, overwriting
 from .collectives import Collective
+from .deferred import Pending, deferred, started, values
 from .errors import MeshError, RankError, fail, message
 from .heap import keep_freed
 from .mesh import Mesh
@@ -105,6 +106,7 @@ class Runtime:
             with self._peers("making process groups"):
                 self.device_mesh = self._device_mesh() if mesh.axes else None
         self._bound: dict[Func, Callable[..., list[torch.Tensor]]] = {}
+        self._deferred: dict[Func, Callable[..., Callable[[], list[torch.Tensor]]]] = {}
         self._overwriting: dict[Func, tuple[tuple[int, ...], Callable[..., list[torch.Tensor]]]] = {}
         #: By identity, what sections gave, as long as it is there.
         self._made: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
@@ -147,21 +149,25 @@ class Runtime:
         """The outputs of a section on this rank."""
         # What the program made may be written over once nobody needs it; what a user brought may not.
         foreign = {v for v, x in zip(section.inputs, inputs, strict=True) if self._made.get(id(x)) is not x}
-        env = dict(zip(section.inputs, inputs, strict=True))
+        env: dict[int, torch.Tensor | Pending] = dict(zip(section.inputs, inputs, strict=True))
         inputs.clear()
         with torch.no_grad(), self._peers(f"section {section.name!r}"):
             for i in section.instrs:
                 fn = self._callable(i.func)
+                begin = self._deferred.get(i.func)
                 over, overwriting = self._overwriting.get(i.func, ((), fn))
                 for ins, outs, free in zip(i.ins, i.outs, i.free, strict=True):
-                    args = [env[v] for v in ins]
+                    args = values(env, ins)
                     for v in free:
                         env.pop(v, None)
+                    if begin is not None:
+                        env.update(dict.fromkeys(set(outs).difference(free), Pending(begin(*args), outs)))
+                        continue
                     spare = over and all(ins[k] not in foreign and held_alone(args, k) for k in over)
                     env.update(zip(outs, (overwriting if spare else fn)(*args), strict=True))
                     for v in free:
                         env.pop(v, None)
-        outputs = [env[v] for v in section.outputs]
+            outputs = values(env, section.outputs)
         self._made.update((id(x), x) for x in outputs)
         return outputs
 
@@ -196,8 +202,14 @@ class Runtime:
             for n in graph.nodes:
                 if n.target in BY_OP:
                     n.target, n.args, n.kwargs = *self._bind(BY_OP[n.target], n), {}
+            eager = self.backend == "eager"
+            begin = deferred(graph, func.constants) if eager else None
+            if begin is not None:
+                self._deferred[func] = begin
+            elif eager:
+                started(graph)
             fn = self._bound[func] = build(graph, func.constants, self.backend)
-            form = overwriting(graph, fn) if self.backend == "eager" else None
+            form = overwriting(graph, fn) if eager else None
             if form is not None:
                 self._overwriting[func] = form
         return self._bound[func]

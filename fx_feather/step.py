@@ -14,45 +14,28 @@ from .layout import Layout, check_rest
 from .mesh import Mesh
 from .optim import Transform
 from .passes.fuse import fuse
+from .passes.interleave import interleave
+from .passes.overlap import overlap
 from .passes.stitch import Funcs, Stitcher
 from .passes.training import gradient_sections, loss_function, optimizer_sections
 from .program import CollectiveNode, Program, Section
 from .settings import check, is_count
+from .state import State
 
 Run = Callable[[Section, list[Any]], list[Any]]
 
 
-@dataclasses.dataclass
-class State:
-    """Parameters and optimizer state of a run, and the number of steps taken.
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The settings of `compile_step` that change how a step is computed, and not what."""
 
-    Attributes:
-        params: pytree of tensors, local parts in a run on several ranks, whole values otherwise.
-        opt: the optimizer's state, likewise.
-        step: steps taken so far.
-        whole: whether these are whole values.
-    """
-
-    params: Any
-    opt: Any
-    step: int
-    whole: bool
-
-    def take(self) -> None:
-        """Gives the values up: whoever took them holds them alone."""
-        self.params = self.opt = None
-
-    def check(self, call: str) -> None:
-        """Raises StateError if the values were given up."""
-        if self.params is None:
-            fail(
-                StateError,
-                call=call,
-                got=f"a state after step {self.step}",
-                number="this state was given to an earlier step already",
-                rule="a step takes its state over, so that no second copy of parameters and optimizer state exists",
-                fix="state, metrics = step(state, batch), and go on with the new state",
-            )
+    accumulate: int
+    device: str | None
+    remat: str
+    reshard: bool
+    bucket_bytes: int
+    prefetch_bytes: int | None
+    backend: str
 
 
 class Step(Common):
@@ -67,23 +50,19 @@ class Step(Common):
         layout: Layout,
         batch: Any,
         batch_dims: Any,
-        accumulate: int,
-        device: str | None,
-        remat: str,
-        reshard: bool,
-        bucket_bytes: int,
-        backend: str,
         adjust: Callable[[Any, Any], Any] | None,
+        options: "Options",
     ):
-        super().__init__(template, mesh, layout, batch, batch_dims, device, accumulate, backend)
-        s = Stitcher(Funcs(mesh, layout, self.device, remat))
+        accumulate, bucket = options.accumulate, options.bucket_bytes
+        super().__init__(template, mesh, layout, batch, batch_dims, options.device, accumulate, options.backend)
+        s = Stitcher(Funcs(mesh, layout, self.device, options.remat))
         wrapped = loss_function(loss_fn)
         program = self.trace(wrapped, "loss")
         self._aux_tree = wrapped.aux_tree  # type: ignore[attr-defined]
-        g = gradient_sections(s, program, self.params, self.batch.types, reshard, bucket_bytes, accumulate)
+        g = gradient_sections(s, program, self.params, self.batch.types, options.reshard, bucket, accumulate)
         self._result_types = g.finish.out_types()[len(self.params.types) :]
         try:
-            u = optimizer_sections(s, optimizer, self.params, g.finish.outputs, bucket_bytes, self._adjusting(adjust))
+            u = optimizer_sections(s, optimizer, self.params, g.finish.outputs, bucket, self._adjusting(adjust))
         except AmbiguousError:
             # Operators of an update aren't the user's own: where the layout is to blame, it is named.
             paths = (f"params{path}" for path in self.params.paths)
@@ -96,8 +75,11 @@ class Step(Common):
         sections |= {"finish": g.finish, "check": u.check, "update": u.update}
         for section in sections.values():
             fuse(section)
+            overlap(section, options.prefetch_bytes)
             section.donate()
         self.program = Program(mesh, sections)
+        for func in self.program.funcs():
+            interleave(func.graph)
 
     def _adjusting(self, adjust: Callable[[Any, Any], Any] | None) -> Callable[[Any, Any], Any] | None:
         if adjust is None:
@@ -323,6 +305,7 @@ def compile_step(
     remat: str = "none",
     reshard: bool = True,
     bucket_bytes: int = BUCKET_BYTES,
+    prefetch_bytes: int | None = None,
     backend: str = "eager",
     adjust: Callable[[Any, Any], Any] | None = None,
 ) -> Step:
@@ -348,6 +331,8 @@ def compile_step(
         remat: `none` keeps what the backward needs; `full` keeps the inputs of each block and computes it again.
         reshard: free gathered parameters after the forward and gather them again for the backward.
         bucket_bytes: bytes of gradients that are reduced together, at most (one larger parameter travels alone).
+        prefetch_bytes: bytes of gathered parameters that may wait for their use, so that their gather runs while other
+            blocks are computed; by default those of the largest gather, which keeps one block ahead.
         backend: `eager` runs operator by operator; `inductor` fuses them, each distinct block compiled once, with
             results that are close but not the same bits.
         adjust: a pure function `(params, aux) -> params`, part of the update after the optimizer's: for what moves by
@@ -367,7 +352,9 @@ def compile_step(
     >>> state.step, metrics["count"]
     (1, 4)
     """
-    settings = {"optimizer": optimizer, "accumulate": accumulate, "remat": remat, "bucket_bytes": bucket_bytes}
+    options = Options(accumulate, device, remat, reshard, bucket_bytes, prefetch_bytes, backend)
+    settings = {"optimizer": optimizer, **dataclasses.asdict(options)}
+    prefetch = prefetch_bytes is None or is_count(prefetch_bytes, 0)
     pair = isinstance(optimizer, Transform)
     check(
         OptimizerError,
@@ -378,21 +365,7 @@ def compile_step(
             ("accumulate", is_count(accumulate, 1), "a batch is processed in one microbatch or more", "accumulate=1"),
             ("remat", remat in ("none", "full"), "what to keep for the backward is 'none' or 'full'", "remat='none'"),
             ("bucket_bytes", is_count(bucket_bytes, 1), "a bucket holds at least one byte", "bucket_bytes=25 << 20"),
+            ("prefetch_bytes", prefetch, "a budget is a number of bytes, 0 for none", "prefetch_bytes=1 << 30"),
         ],
     )
-    return Step(
-        loss_fn,
-        optimizer,
-        template,
-        mesh,
-        layout,
-        batch,
-        batch_dims,
-        accumulate,
-        device,
-        remat,
-        reshard,
-        bucket_bytes,
-        backend,
-        adjust,
-    )
+    return Step(loss_fn, optimizer, template, mesh, layout, batch, batch_dims, adjust, options)

@@ -158,7 +158,8 @@ class Block:
         alike: dict[Any, list[_Row]] = {}
         flat, table = tree.flatten(list(rows))
         with torch._C.DisableTorchFunction():  # a question about a shape is no operator
-            kinds = [_kind(x, _current.kept) for x in flat]
+            kept = _current.kept
+            kinds = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else identity(x, kept) for x in flat]
         start = 0
         for at, treedef in enumerate(table.children()):
             end = start + treedef.num_leaves
@@ -177,8 +178,11 @@ class Block:
             for part in [members] if _current.calls is not None else [[m] for m in members]:
                 tensors = [x for m in part for x in m.leaves if isinstance(x, torch.Tensor)]
                 outs = _emit_block(tensors, id, len(part))
+                alone = len(avals) == 1 and out_tree.is_leaf()
                 for k, m in enumerate(part):
-                    results[m.at] = tree.unflatten(out_tree, outs[k * len(avals) : (k + 1) * len(avals)])
+                    results[m.at] = (
+                        outs[k] if alone else tree.unflatten(out_tree, outs[k * len(avals) : (k + 1) * len(avals)])
+                    )
         return results
 
 
@@ -188,11 +192,6 @@ class _Row(NamedTuple):
     at: int
     leaves: list[Any]
     treedef: Any
-
-
-def _kind(x: Any, kept: list[Any]) -> Any:
-    """What is equal for leaves of arguments that trace alike."""
-    return (x.shape, x.dtype) if isinstance(x, torch.Tensor) else identity(x, kept)
 
 
 def _emit_block(tensors: list[torch.Tensor], id: int, rows: int) -> list[torch.Tensor]:

@@ -74,27 +74,34 @@ class Peers:
 def bind(name: str, peers: Peers, static: Static) -> Callable[..., Tensor]:
     """The function that runs a collective for one rank, from its local operand to its local result.
 
-    Its attributes are those that `reuse` reads.
+    Its attributes are those that `reuse` and `deferred` read.
     """
     if len(peers) == 1:
         reference = COLLECTIVES[name].reference
-        return _waiting(name, lambda *x: copied(reference(list(x) or [torch.empty(0)], **static)[0]))
+        return _fresh(name, lambda *x: copied(reference(list(x) or [torch.empty(0)], **static)[0]))
     if name == "axis_index":
         return _axis_index(peers, static)
-    start = _START[name](peers, static)
-    run = _waiting(name, lambda x: start(x)())
+    run = _waiting(name, _START[name](peers, static), name in _COMMUNICATE)
     if name in _REDUCTIONS:
-        own = _all_reduce(peers, static, name, own=True)
-        run.in_place = _waiting(name, lambda x: own(x)())  # type: ignore[attr-defined]
+        run.in_place = _waiting(name, _all_reduce(peers, static, name, own=True), True)
+        run.start.reads = False
+        run.start.in_place = run.in_place.start
     return run
 
 
-def _waiting(name: str, fn: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    def run(*x: Tensor) -> Tensor:
+def _fresh(name: str, fn: Callable[..., Any]) -> Any:
+    def run(*x: Tensor) -> Any:
         return fn(*x)
 
     run.__name__ = name
     run.fresh = True  # type: ignore[attr-defined]
+    return run
+
+
+def _waiting(name: str, start: Start, communicates: bool) -> Any:
+    run = _fresh(name, lambda x: start(x)())
+    if communicates:
+        run.start = _fresh(f"start_{name}", start)
     return run
 
 
@@ -295,6 +302,8 @@ def _axis_index(peers: Peers, static: Static) -> Callable[..., Tensor]:
 
     return axis_index
 
+
+_COMMUNICATE = {name for name, c in COLLECTIVES.items() if c.communicates}
 
 _START: dict[str, Callable[[Peers, Static], Start]] = {
     "psum": ft.partial(_all_reduce, name="psum"),

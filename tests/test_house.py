@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
     {"errors"},
     {"settings", "sampling", "tree", "data", "metrics", "mesh", "backend", "garbage", "reuse", "identity", "heap"},
-    {"spec"},
+    {"state", "deferred", "spec"},
     {"initializers", "param"},
     {"layout"},
     {"collectives", "kernels"},

@@ -1,11 +1,14 @@
 """AdamW, and Adam's direction as a part to chain."""
 
+import functools as ft
+
 import torch
 from torch import Tensor
 
 from fx_feather import tree
 from fx_feather.errors import OptimizerError
 from fx_feather.settings import check, text
+from fx_feather.trace import block
 
 from . import leaf
 from .schedules import as_schedule
@@ -65,6 +68,7 @@ def adamw(
         [lr_check(lr), rate_check("b1", b1), rate_check("b2", b2), eps_check(eps), decay_check(weight_decay)],
     )
     schedule = as_schedule(lr)
+    one_leaf = block(ft.partial(leaf.adamw_step_leaf, b1=b1, b2=b2, eps=eps), name="adamw")
 
     def init(params: tree.Tree) -> tree.Tree:
         return {"step": first_step(params), "mu": zeros(params), "nu": zeros(params)}
@@ -86,9 +90,9 @@ def adamw(
         beside, treedef = rows("adamw.step", params, grads=grads, mu=state["mu"], nu=state["nu"])
         rate, step = schedule(state["step"]), state["step"] + 1
         rates, number = decays(decay_mask, params, weight_decay), step.to(torch.float32)
-        out = leaf.adamw_step.each(
+        out = one_leaf.each(
             [
-                (grad, mu, nu, param, rate, number, b1, b2, eps, decay)
+                (grad, mu, nu, param, rate, number, decay)
                 for (param, grad, mu, nu), decay in zip(beside, rates, strict=True)
             ]
         )

@@ -52,10 +52,11 @@ def adamw_step_leaf(
     param: Tensor,
     lr: Tensor,
     step: Tensor,
+    decay: float,
+    *,
     b1: float,
     b2: float,
     eps: float,
-    decay: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The parameter after AdamW's update, and the new moments; `step` is the number of this update, float32[]."""
     grad = grad.to(mu.dtype)
@@ -149,7 +150,6 @@ def _stacked(parts: Sequence[Tensor]) -> Tensor:
 
 adam = block(adam_leaf, name="adam")
 adamw = block(adamw_leaf, name="adamw")
-adamw_step = block(adamw_step_leaf, name="adamw")
 decayed = block(decay_leaf, name="decay")
 with_momentum = block(momentum_leaf, name="momentum")
 sgd = block(sgd_leaf, name="sgd")

@@ -3,12 +3,13 @@
 import dataclasses
 import itertools
 import math
+from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 
-from ..layout import Layout, ParamTypes
+from ..layout import Layout
 from ..mesh import Mesh
 from ..program import Func, Instr, Section
 from ..spec import Type
@@ -33,26 +34,41 @@ class Funcs:
     results: dict[Func, list[Place]] = dataclasses.field(default_factory=dict)
     places: dict[Type, Place] = dataclasses.field(default_factory=dict)
     free: dict[tuple[Type, Type], bool] = dataclasses.field(default_factory=dict)
+    same: dict[Place, Place] = dataclasses.field(default_factory=dict)
+    #: By identity, with what is named by it: a look at equal types that are not the same object costs more.
+    seen: dict[tuple[int, int], tuple[Any, Any]] = dataclasses.field(default_factory=dict)
 
     def place(self, t: Type) -> Place:
         """Where a value lies in memory in the order of its dims."""
-        if t not in self.places:
-            self.places[t] = Place.contiguous(t, self.mesh)
-        return self.places[t]
+        known = self.seen.get((id(t), 0))
+        if known is None:
+            if t not in self.places:
+                self.places[t] = self._one(Place.contiguous(t, self.mesh))
+            known = self.seen[id(t), 0] = (t, self.places[t])
+        return known[1]
+
+    def _one(self, place: Place) -> Place:
+        """Equal places as one object, which is told apart by identity."""
+        return self.same.setdefault(place, place)
 
     def result_places(self, func: Func) -> list[Place]:
         """How the results of a function lie in memory."""
         if func not in self.results:
             nodes = func.graph.output_node().args[0]
-            self.results[func] = [Place.of(n.meta["val"]) for n in nodes]
+            self.results[func] = [self._one(Place.of(n.meta["val"])) for n in nodes]
         return self.results[func]
 
     def is_free(self, src: Type, dst: Type) -> bool:
         """Whether a conversion changes no local value: R and I look alike."""
-        if (src, dst) not in self.free:
-            same = all(s.name in ("pvary", "unvary") for s in steps(src, dst, self.mesh))
-            self.free[src, dst] = same and src.dtype == dst.dtype
-        return self.free[src, dst]
+        if src is dst:
+            return True
+        known = self.seen.get((id(src), id(dst)))
+        if known is None:
+            if (src, dst) not in self.free:
+                same = all(s.name in ("pvary", "unvary") for s in steps(src, dst, self.mesh))
+                self.free[src, dst] = same and src.dtype == dst.dtype
+            known = self.seen[id(src), id(dst)] = ((src, dst), self.free[src, dst])
+        return known[1]
 
     def plan(self, program: GlobalProgram, unit: int, types: Sequence[Type], params: Sequence[Type | None]) -> Plan:
         """The plan of a unit; `params` gives for each input that is a parameter its type in use."""
@@ -182,7 +198,7 @@ class Stitcher:
             for row in out:
                 for k in columns:
                     (row[k],) = next(made)
-        for columns in _buckets(todo, [self._bytes(rows[0][k]) for k in todo], bucket):
+        for columns in _buckets(todo, [self.bytes(rows[0][k]) for k in todo], bucket):
             pairs = [(self.types[rows[0][k]], wanted[k]) for k in columns]
             func = self.funcs.conversion(pairs, [self.places[rows[0][k]] for k in columns], name)
             results = self.emit_rows(func, [[row[k] for k in columns] for row in rows], [dst for _, dst in pairs])
@@ -191,7 +207,8 @@ class Stitcher:
                     row[k] = v
         return out
 
-    def _bytes(self, v: int) -> int:
+    def bytes(self, v: int) -> int:
+        """Bytes of a local value."""
         place = self.places[v]
         return math.prod(place.shape) * place.dtype.itemsize
 
@@ -203,20 +220,26 @@ class Stitcher:
             inputs: this program's values for its inputs.
             params: for inputs that are parameters (by position), the type in use.
         """
-        types = {g: self.types[v] for g, v in zip(program.inputs, inputs, strict=True)}
-        in_use = {program.inputs[i]: t for i, t in params.items()}
+        # Equal types as one object: rows are then told apart by identity, which costs a tenth.
+        one: dict[Type, Type] = {}
+        types = {g: one.setdefault(t, t) for g, t in zip(program.inputs, (self.types[v] for v in inputs), strict=True)}
+        in_use = {program.inputs[i]: one.setdefault(t, t) for i, t in params.items()}
         calls = []
         for whole in program.calls:
             # Rows that were alike before they were split may not be alike now.
             alike: dict[Any, list[Call]] = {}
             for row in whole.split():
-                used = tuple(in_use.get(a) for a in row.args) if in_use else (None,) * len(row.args)
-                alike.setdefault((tuple(map(types.__getitem__, row.args)), used), []).append(row)
-            for (given, used), rows in alike.items():
-                plan = self.funcs.plan(program, whole.unit, given, used)
+                key = [id(types[a]) for a in row.args]
+                if in_use:
+                    key += [id(in_use.get(a)) for a in row.args]
+                alike.setdefault(tuple(key), []).append(row)
+            for rows in alike.values():
+                args = rows[0].args
+                plan = self.funcs.plan(program, whole.unit, [types[a] for a in args], [in_use.get(a) for a in args])
                 calls.append(PlannedCall(rows, plan))
+                outs = [one.setdefault(t, t) for t in plan.out_types]
                 for row in rows:
-                    types.update(zip(row.outs, plan.out_types, strict=True))
+                    types.update(zip(row.outs, outs, strict=True))
         return Forward(program, calls, dict(zip(program.inputs, inputs, strict=True)), in_use, types)
 
     def run_forward(
@@ -237,7 +260,7 @@ class Stitcher:
                 # Without gradients no row wants any.
                 want_in = tuple(needs[a] for a in call.args) if needs else ()
                 want_out = tuple(o in cts for o in call.outs) if needs else ()
-                places = tuple(map(self.places.__getitem__, map(f.values.__getitem__, call.args)))
+                places = tuple([id(self.places[f.values[a]]) for a in call.args])
                 alike.setdefault((places, want_in, want_out), []).append(call)
             for (_, want_in, want_out), calls in alike.items():
                 args = self._arguments(f, calls, plan, range(len(calls[0].args)))
@@ -330,34 +353,14 @@ class Forward:
     types: dict[int, Type]
     records: list[Record] = dataclasses.field(default_factory=list)
 
+    def uses(self) -> Counter[int]:
+        """For each parameter how many calls of the backward give a cotangent of it."""
+        backward = [r for r in self.records if r.unit.backward is not None]
+        return Counter(r.call.args[i] for r in backward for i in r.unit.grads)
+
     def out_types(self) -> list[Type]:
         """Types of the program's outputs."""
         return [self.types[o] for o in self.program.outputs]
-
-
-def needs_gradient(program: GlobalProgram, roots: set[int]) -> dict[int, bool]:
-    """Which global values depend on `roots` through floating point values."""
-    needs = {g: g in roots for g in program.inputs}
-    for call in (row for c in program.calls for row in c.split()):
-        unit = program.units[call.unit]
-        reached = {n: needs[a] for n, a in zip(unit.inputs, call.args, strict=True)}
-        for n in unit.graph.nodes:
-            if n.op == "call_function":
-                val = n.meta["val"]
-                results = val if isinstance(val, (list, tuple)) else [val]
-                floats = any(v is not None and v.is_floating_point() for v in results)
-                reached[n] = floats and any(reached.get(a, False) for a in n.all_input_nodes)
-        needs.update({o: reached.get(n, False) for n, o in zip(unit.outputs, call.outs, strict=True)})
-    return needs
-
-
-def reached_by_cotangents(program: GlobalProgram, needs: dict[int, bool], seeds: set[int]) -> set[int]:
-    """The global values that get a cotangent when `seeds` have one."""
-    reached = set(seeds)
-    for call in reversed([row for c in program.calls for row in c.split()]):
-        if any(o in reached for o in call.outs):
-            reached.update(a for a in call.args if needs.get(a))
-    return reached
 
 
 def _buckets(items: list[int], sizes: list[int], limit: int | None) -> list[list[int]]:
@@ -372,13 +375,3 @@ def _buckets(items: list[int], sizes: list[int], limit: int | None) -> list[list
         out[-1].append(k)
         filled += size
     return out
-
-
-def gradient_type(use: Type, types: ParamTypes, dtype: torch.dtype, partial: frozenset[str]) -> Type:
-    """The type in which the gradient of a parameter is accumulated over microbatches.
-
-    It is split as `store.grads` says; over the other axes on which it is still owed, it stays a pending sum, so that
-    it is reduced once a step and not once a microbatch.
-    """
-    split = types.grads.sharded
-    return use.with_(dtype=dtype, dims=types.grads.dims, partial=partial - split, replicated=frozenset())

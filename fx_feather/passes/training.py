@@ -1,6 +1,8 @@
 """The sections of a training step: gradients of microbatches, their reduction, the check, and the update."""
 
 import dataclasses
+import functools as ft
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,18 +18,23 @@ from ..spec import Type
 from ..trace import block, trace
 from ..unit import GlobalProgram, Unit, avals
 from .order import by_output
-from .stitch import Stitcher, gradient_type, needs_gradient, reached_by_cotangents
+from .reach import gradient_type, needs_gradient, reached_by_cotangents
+from .stitch import Stitcher
 
 
 @dataclasses.dataclass
 class Parameters:
-    """The parameters of a program, leaf by leaf: their paths, and their types at rest and in use."""
+    """The parameters of a program, leaf by leaf: their types at rest and in use."""
 
-    paths: list[str]
     treedef: Any
     types: list[ParamTypes]
     compute_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
+
+    @ft.cached_property
+    def paths(self) -> list[str]:
+        """The key path of each leaf; only messages need them."""
+        return tree.paths_of(self.treedef)
 
     def in_use(self) -> list[Type]:
         """Types of the values that the model computes with."""
@@ -62,6 +69,10 @@ class Gradients:
     finish: Section
 
 
+#: Parts in which the gradients of a step are reduced at least, if none is of fewer bytes than the second number.
+_PARTS, _LEAST = 4, 1 << 20
+
+
 def resolved(t: Type) -> Type:
     """The type with no pending sum, and the same everywhere where it is not split."""
     return t.with_(partial=frozenset(), replicated=frozenset())
@@ -88,6 +99,10 @@ def gradient_sections(
         accumulate: microbatches; with one there is no `following`.
     """
     n = len(params.types)
+    final = params.gradients()
+    # What is complete is reduced while the rest of the backward runs, in a few parts that are worth a message each.
+    total = sum(math.prod(t.local_shape(s.mesh)) * t.dtype.itemsize for t in params.in_use())
+    worth = min(bucket, max(total // _PARTS, _LEAST))
     wanted: list[Type] = []
     results: list[Type] = []
 
@@ -112,12 +127,28 @@ def gradient_sections(
         s.run_forward(f, needs, reached_by_cotangents(program, needs, {loss}))
         position = {g: i for i, g in enumerate(program.inputs[:n])}
 
+        missing = f.uses()
+        complete: list[int] = []
+        waiting = 0
+
         def collect(unit: str, cotangents: list[tuple[int, int]]) -> None:
+            nonlocal waiting
             targets = [wanted[position[g]] for g, _ in cotangents]
             for (g, _), v in zip(
                 cotangents, s.convert([v for _, v in cotangents], targets, f"{unit}.reduce"), strict=True
             ):
                 sums[g] = s.add(sums[g], v) if g in sums else v
+                missing[g] -= 1
+                if not missing[g] and accumulate == 1 and not s.funcs.is_free(wanted[position[g]], final[position[g]]):
+                    complete.append(g)
+                    waiting += s.bytes(sums[g])
+            if waiting >= worth:
+                reduced = s.convert(
+                    [sums[g] for g in complete], [final[position[g]] for g in complete], "reduce", bucket
+                )
+                sums.update(zip(complete, reduced, strict=True))
+                complete.clear()
+                waiting = 0
 
         seed_type = results[0].cotangent()
         seed = s.small(
@@ -134,7 +165,7 @@ def gradient_sections(
     following = microbatch("following", first.outputs) if accumulate > 1 else None
     unreduced = s.like(first.outputs)
     # Last gradients first: they were there first.
-    reduced = s.convert(list(reversed(unreduced[:n])), list(reversed(params.gradients())), "reduce", bucket)
+    reduced = s.convert(list(reversed(unreduced[:n])), list(reversed(final)), "reduce", bucket)
     scalars = _reduced_results(s, unreduced[n:])
     finish = s.section("finish", unreduced, [*reversed(reduced), *scalars])
     return Gradients(first, following, finish)
@@ -144,7 +175,10 @@ def _reduced_results(s: Stitcher, values: Sequence[int]) -> list[int]:
     """Sum, count and auxiliary values; scalars of all dtypes travel together, as float64, exact for counts to 2^53."""
     types = [s.types[v] for v in values]
     wide = [t.with_(dtype=torch.float64) if t.partial and not t.shape else t for t in types]
-    reduced = s.convert(values, [resolved(t) for t in wide], "results")
+    # Sums over some axes join those over more: elsewhere one rank holds what all know.
+    axes = frozenset[str]().union(*(t.partial for t in wide if not t.shape))
+    joint = [t.with_(partial=axes, replicated=t.replicated - axes) if t.partial and not t.shape else t for t in wide]
+    reduced = s.convert(s.convert(values, joint, "results"), [resolved(t) for t in wide], "results")
     return [
         v if w.dtype == t.dtype else s.small(lambda x, to=t.dtype: [x.to(to)], [v], resolved(t), "results", t.dtype)
         for v, t, w in zip(reduced, types, wide, strict=True)

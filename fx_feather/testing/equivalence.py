@@ -17,7 +17,8 @@ from ..mesh import Mesh
 from ..optim import Transform, apply_updates, global_norm, sgd
 from ..param import Param, init
 from ..spec import Type, slices
-from ..step import State, Step, compile_step
+from ..state import State
+from ..step import Step, compile_step
 
 
 @dataclasses.dataclass(frozen=True)

@@ -97,11 +97,20 @@ def test_ddp_accumulates_before_it_reduces() -> None:
 
 @pytest.mark.parametrize("limit", [1, 600, 2000])
 def test_buckets_are_filled_to_a_limit(limit: int) -> None:
-    buckets = [c.operand_bytes for c in compiled("ddp", DP2, bucket_bytes=limit).program.collectives("finish")[:-1]]
     sizes = [WIDTH * p.numel for p in tree.leaves(TEMPLATE)]
-    assert sum(buckets) == TOTAL
-    assert all(b <= limit or b in sizes for b in buckets), "only a parameter that is larger travels alone"
-    assert all(a + b > limit for a, b in itertools.pairwise(buckets)), "two buckets would fit into one"
+
+    def buckets(step: ff.Step, section: str) -> list[int]:
+        found = [c.operand_bytes for c in step.program.collectives(section) if c.dtype == torch.float32]
+        assert all(b <= limit or b in sizes for b in found), "only a parameter that is larger travels alone"
+        return found
+
+    at_the_end = buckets(compiled("ddp", DP2, accumulate=2, bucket_bytes=limit), "finish")
+    assert sum(at_the_end) == TOTAL
+    assert all(a + b > limit for a, b in itertools.pairwise(at_the_end)), "two buckets would fit into one"
+    # With one microbatch, full buckets are reduced while the rest of the backward runs.
+    step = compiled("ddp", DP2, bucket_bytes=limit)
+    meanwhile = buckets(step, "first")
+    assert meanwhile and sum(meanwhile) + sum(buckets(step, "finish")) == TOTAL
 
 
 def test_zero1_scatters_gradients_and_gathers_parameters_once() -> None:

@@ -1,0 +1,42 @@
+"""Reach: which values need a cotangent, which get one, and of what type the gradient of a parameter is meanwhile."""
+
+import torch
+
+from ..layout import ParamTypes
+from ..spec import Type
+from ..unit import GlobalProgram
+
+
+def needs_gradient(program: GlobalProgram, roots: set[int]) -> dict[int, bool]:
+    """Which global values depend on `roots` through floating point values."""
+    needs = {g: g in roots for g in program.inputs}
+    for call in (row for c in program.calls for row in c.split()):
+        unit = program.units[call.unit]
+        reached = {n: needs[a] for n, a in zip(unit.inputs, call.args, strict=True)}
+        for n in unit.graph.nodes:
+            if n.op == "call_function":
+                val = n.meta["val"]
+                results = val if isinstance(val, (list, tuple)) else [val]
+                floats = any(v is not None and v.is_floating_point() for v in results)
+                reached[n] = floats and any(reached.get(a, False) for a in n.all_input_nodes)
+        needs.update({o: reached.get(n, False) for n, o in zip(unit.outputs, call.outs, strict=True)})
+    return needs
+
+
+def reached_by_cotangents(program: GlobalProgram, needs: dict[int, bool], seeds: set[int]) -> set[int]:
+    """The global values that get a cotangent when `seeds` have one."""
+    reached = set(seeds)
+    for call in reversed([row for c in program.calls for row in c.split()]):
+        if any(o in reached for o in call.outs):
+            reached.update(a for a in call.args if needs.get(a))
+    return reached
+
+
+def gradient_type(use: Type, types: ParamTypes, dtype: torch.dtype, partial: frozenset[str]) -> Type:
+    """The type in which the gradient of a parameter is accumulated over microbatches.
+
+    It is split as `store.grads` says; over the other axes on which it is still owed, it stays a pending sum, so that
+    it is reduced once a step and not once a microbatch.
+    """
+    split = types.grads.sharded
+    return use.with_(dtype=dtype, dims=types.grads.dims, partial=partial - split, replicated=frozenset())

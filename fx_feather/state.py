@@ -1,0 +1,39 @@
+"""The state of a training run: parameters, the optimizer's state, and how many steps were taken."""
+
+import dataclasses
+from typing import Any
+
+from .errors import StateError, fail
+
+
+@dataclasses.dataclass
+class State:
+    """Parameters and optimizer state of a run, and the number of steps taken.
+
+    Attributes:
+        params: pytree of tensors, local parts in a run on several ranks, whole values otherwise.
+        opt: the optimizer's state, likewise.
+        step: steps taken so far.
+        whole: whether these are whole values.
+    """
+
+    params: Any
+    opt: Any
+    step: int
+    whole: bool
+
+    def take(self) -> None:
+        """Gives the values up: whoever took them holds them alone."""
+        self.params = self.opt = None
+
+    def check(self, call: str) -> None:
+        """Raises StateError if the values were given up."""
+        if self.params is None:
+            fail(
+                StateError,
+                call=call,
+                got=f"a state after step {self.step}",
+                number="this state was given to an earlier step already",
+                rule="a step takes its state over, so that no second copy of parameters and optimizer state exists",
+                fix="state, metrics = step(state, batch), and go on with the new state",
+            )
