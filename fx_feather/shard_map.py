@@ -329,4 +329,4 @@ def _unit(region: Region, xs: Sequence[torch.Tensor]) -> LocalUnit:
     places = [Place.contiguous(t, region.mesh) for t in region.in_types]
     device = xs[0].device.type if xs else "cpu"
     with temporarily_clear_interpreter_stack():
-        return linearize(region.local, places, needs, cts, device, region.name)
+        return linearize(region.local, places, needs, cts, device, region.name).cut()

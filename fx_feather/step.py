@@ -13,6 +13,7 @@ from .errors import AmbiguousError, NonFiniteError, OptimizerError, StateError, 
 from .layout import Layout, check_rest
 from .mesh import Mesh
 from .optim import Transform
+from .passes.differentiate import REMAT
 from .passes.fuse import fuse
 from .passes.interleave import interleave
 from .passes.overlap import overlap
@@ -31,7 +32,7 @@ class Options:
 
     accumulate: int
     device: str | None
-    remat: str
+    remat: str | int
     reshard: bool
     bucket_bytes: int
     prefetch_bytes: int | None
@@ -290,6 +291,9 @@ class Step(Common):
         return [*p.collectives("first"), *following, *rest]
 
 
+_REMAT_RULE = "what to compute again is 'none', 'selective', 'full', or all that does not fit into a number of bytes"
+
+
 @garbage.kept()
 def compile_step(
     loss_fn: Callable[..., Any],
@@ -302,7 +306,7 @@ def compile_step(
     batch_dims: Any = None,
     accumulate: int = 1,
     device: str | None = None,
-    remat: str = "none",
+    remat: str | int = "none",
     reshard: bool = True,
     bucket_bytes: int = BUCKET_BYTES,
     prefetch_bytes: int | None = None,
@@ -328,7 +332,9 @@ def compile_step(
             microbatch. The sums and counts of microbatches are added: a term of the sum that does not depend on the
             batch counts once for each.
         device: `cpu` or `cuda`; CUDA by default where there is any.
-        remat: `none` keeps what the backward needs; `full` keeps the inputs of each block and computes it again.
+        remat: `none` keeps what the backward needs; `selective` the results of matmuls, attention and collectives, and
+            computes the rest again; `full` keeps the inputs of each block alone. A number is a budget: the bytes that
+            a rank may keep of a microbatch beside the inputs of blocks, for which each block keeps what fits its share.
         reshard: free gathered parameters after the forward and gather them again for the backward.
         bucket_bytes: bytes of gradients that are reduced together, at most (one larger parameter travels alone).
         prefetch_bytes: bytes of gathered parameters that may wait for their use, so that their gather runs while other
@@ -363,7 +369,7 @@ def compile_step(
         [
             ("optimizer", pair, "an optimizer is a pair (init, update)", "a call such as ff.adamw(lr=3e-4)"),
             ("accumulate", is_count(accumulate, 1), "a batch is processed in one microbatch or more", "accumulate=1"),
-            ("remat", remat in ("none", "full"), "what to keep for the backward is 'none' or 'full'", "remat='none'"),
+            ("remat", remat in REMAT or is_count(remat, 0), _REMAT_RULE, "remat='none'"),
             ("bucket_bytes", is_count(bucket_bytes, 1), "a bucket holds at least one byte", "bucket_bytes=25 << 20"),
             ("prefetch_bytes", prefetch, "a budget is a number of bytes, 0 for none", "prefetch_bytes=1 << 30"),
         ],

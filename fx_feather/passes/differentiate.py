@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import FeatherError, RuleError, message
 from ..mesh import Mesh
-from ..program import Func
+from ..program import BY_OP, Func
 from ..record import record
 from ..spec import Type
 from .cleanup import cleanup
@@ -45,6 +45,12 @@ class LocalUnit:
         """The nodes of the values that the forward saves for the backward."""
         return list(self.forward.graph.output_node().args[0])[self.outputs :]
 
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes of these values."""
+        saved = [n.meta["val"] for n in self.saved_nodes]
+        return sum(x.numel() * x.element_size() for x in saved)
+
 
 class Place(NamedTuple):
     """How a local value lies in memory: a trace holds views that depend on it."""
@@ -75,16 +81,32 @@ def trace_local(fn: Callable[..., list[torch.Tensor]], places: Sequence[Place], 
     return Func(name, recorded.graph, recorded.constants)
 
 
+@dataclasses.dataclass
+class Joint:
+    """Forward and backward of a unit as one graph, from its inputs and cotangents to its outputs and theirs.
+
+    Attributes:
+        whole: the graph.
+        inputs, outputs: how many of its operands are inputs, and of its results outputs.
+        diff: numbers of the inputs whose cotangents it gives.
+        cts: numbers of the outputs whose cotangents it takes.
+    """
+
+    whole: Func
+    inputs: int
+    outputs: int
+    diff: list[int]
+    cts: list[int]
+
+    def cut(self, remat: str = "none") -> LocalUnit:
+        """The forward and the backward; `remat` is a policy of `REMAT`."""
+        return _cut(self.whole, self.inputs, self.outputs, self.diff, self.cts, remat)
+
+
 def linearize(
-    local: LocalFn,
-    places: Sequence[Place],
-    needs: Sequence[bool],
-    cts: Sequence[bool],
-    device: str,
-    name: str,
-    remat: str = "none",
-) -> LocalUnit:
-    """The forward and the backward of a local unit.
+    local: LocalFn, places: Sequence[Place], needs: Sequence[bool], cts: Sequence[bool], device: str, name: str
+) -> Joint:
+    """The forward and the backward of a local unit, to be cut apart.
 
     Args:
         local: the function of local inputs.
@@ -93,8 +115,6 @@ def linearize(
         cts: which outputs have one.
         device: device type to trace for.
         name: of the functions.
-        remat: `none` saves what the backward uses (views are made anew); `full` saves the inputs alone and computes
-            the forward again.
     """
     diff = [i for i, need in enumerate(needs) if need]
     with_ct = [i for i, c in enumerate(cts) if c]
@@ -125,7 +145,7 @@ def linearize(
         outs = local(*(p.fake(device) for p in places))
     cts_in = [Place.of(torch.empty(outs[i].shape, dtype=outs[i].dtype, device="meta")) for i in with_ct]
     whole = trace_local(joint, [*places, *cts_in], device, name)
-    return _cut(whole, n_in, len(outs), diff, with_ct, remat)
+    return Joint(whole, n_in, len(outs), diff, with_ct)
 
 
 def _refuse(name: str, error: BaseException) -> NoReturn:
@@ -176,6 +196,36 @@ def _is_moved_input(n: fx.Node) -> bool:
     return n.op == "placeholder"
 
 
+#: What a forward keeps for the backward: all that it uses (views are made anew); the results of matmuls, attention and
+#: collectives; or nothing but the inputs. The rest is computed again.
+REMAT = ("none", "selective", "full")
+
+_HEAVY = {
+    getattr(torch.ops.aten, name)
+    for name in (
+        "mm",
+        "bmm",
+        "addmm",
+        "baddbmm",
+        "addmv",
+        "mv",
+        "convolution",
+        "_grouped_mm",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_cudnn_attention",
+    )
+    if hasattr(torch.ops.aten, name)
+}
+
+
+def _is_heavy(n: fx.Node) -> bool:
+    if n.target is operator.getitem:
+        n = n.args[0]
+    return n.target in BY_OP or getattr(n.target, "overloadpacket", None) in _HEAVY
+
+
 def _cut(whole: Func, n_in: int, n_out: int, diff: list[int], with_ct: list[int], remat: str) -> LocalUnit:
     nodes = list(whole.graph.nodes)
     order = {n: k for k, n in enumerate(nodes)}
@@ -188,6 +238,12 @@ def _cut(whole: Func, n_in: int, n_out: int, diff: list[int], with_ct: list[int]
     forward |= {n for n in nodes if n.target is operator.getitem and n.args[0] in forward}
     forward |= _read_before_written(nodes, forward, ct_nodes) - set(placeholders)
 
+    written = _last_writes(nodes, forward)
+
+    def worth(n: fx.Node) -> bool:
+        # What is written over later is another value by the end of the forward.
+        return remat == "none" or (remat == "selective" and _is_heavy(n) and written.get(_storage(n), -1) <= order[n])
+
     # What the backward takes from the forward: saved, or computed again.
     saved: dict[fx.Node, None] = {}
     again: set[fx.Node] = set()
@@ -198,7 +254,7 @@ def _cut(whole: Func, n_in: int, n_out: int, diff: list[int], with_ct: list[int]
             n = stack.pop()
             if n.op == "placeholder" or n in again or n in saved:
                 continue
-            if n.op == "get_attr" or _is_view(n) or remat == "full" or _is_moved_input(n):
+            if n.op == "get_attr" or _is_view(n) or not worth(n) or _is_moved_input(n):
                 again.add(n)
                 stack.extend(reversed(n.all_input_nodes))
             else:
@@ -251,13 +307,19 @@ def _storage(n: fx.Node) -> int | None:
     return val.untyped_storage()._cdata if isinstance(val, torch.Tensor) else None
 
 
-def _read_before_written(nodes: list[fx.Node], forward: set[fx.Node], ct_nodes: list[fx.Node]) -> set[fx.Node]:
-    """Copies that only the backward uses, of memory that the forward writes over later: they can't wait for it."""
+def _last_writes(nodes: list[fx.Node], forward: set[fx.Node]) -> dict[int | None, int]:
+    """For each memory that the forward writes over the number of the node that does so last."""
     written: dict[int | None, int] = {}
     for k, n in enumerate(nodes):
         schema = getattr(n.target, "_schema", None)
         if n in forward and schema is not None and schema.is_mutable:
             written[_storage(n.all_input_nodes[0])] = k
+    return written
+
+
+def _read_before_written(nodes: list[fx.Node], forward: set[fx.Node], ct_nodes: list[fx.Node]) -> set[fx.Node]:
+    """Copies that only the backward uses, of memory that the forward writes over later: they can't wait for it."""
+    written = _last_writes(nodes, forward)
     early: set[fx.Node] = set()
     if written:
         late = set(ct_nodes)

@@ -14,7 +14,7 @@ from ..mesh import Mesh
 from ..program import Func, Instr, Section
 from ..spec import Type
 from ..unit import Call, GlobalProgram
-from .differentiate import LocalUnit, Place, linearize, trace_local
+from .differentiate import REMAT, Joint, LocalUnit, Place, linearize, trace_local
 from .partition import partition
 from .propagate import Plan, propagate
 from .reshard import convert_all, steps
@@ -27,9 +27,10 @@ class Funcs:
     mesh: Mesh
     layout: Layout
     device: str
-    remat: str = "none"
+    remat: str | int = "none"
     plans: dict[Any, Plan] = dataclasses.field(default_factory=dict)
     units: dict[Any, LocalUnit] = dataclasses.field(default_factory=dict)
+    joints: dict[Any, Joint] = dataclasses.field(default_factory=dict)
     others: dict[Any, Func] = dataclasses.field(default_factory=dict)
     results: dict[Func, list[Place]] = dataclasses.field(default_factory=dict)
     places: dict[Type, Place] = dataclasses.field(default_factory=dict)
@@ -81,16 +82,24 @@ class Funcs:
             self.plans[key] = plan
         return self.plans[key]
 
-    def unit(self, plan: Plan, places: Sequence[Place], needs: Sequence[bool], cts: Sequence[bool]) -> LocalUnit:
-        """Forward and, if anything needs it, backward of a plan."""
-        key = (id(plan), tuple(places), tuple(needs), tuple(cts))
-        if key not in self.units:
-            local, name = partition(plan), plan.unit.name
-            if any(needs) and any(cts):
-                self.units[key] = linearize(local, places, needs, cts, self.device, name, self.remat)
-            else:
+    def unit(
+        self, plan: Plan, places: Sequence[Place], needs: Sequence[bool], cts: Sequence[bool], share: int = 0
+    ) -> LocalUnit:
+        """Forward and, if anything needs it, backward of a plan; with a budget, one that saves up to `share` bytes."""
+        local, name, key = partition(plan), plan.unit.name, (id(plan), tuple(places), tuple(needs), tuple(cts))
+        if not (any(needs) and any(cts)):
+            if key not in self.units:
                 self.units[key] = LocalUnit(trace_local(local, places, self.device, name), len(plan.out_types))
-        return self.units[key]
+            return self.units[key]
+        for policy in REMAT if isinstance(self.remat, int) else [self.remat]:
+            if (key, policy) not in self.units:
+                if key not in self.joints:
+                    self.joints[key] = linearize(local, places, needs, cts, self.device, name)
+                self.units[key, policy] = self.joints[key].cut(policy)
+            unit = self.units[key, policy]
+            if unit.saved_bytes <= share:
+                break
+        return unit
 
     def conversion(self, pairs: Sequence[tuple[Type, Type]], places: Sequence[Place], name: str) -> Func:
         """Many conversions at once."""
@@ -253,6 +262,7 @@ class Stitcher:
             cts: global values that get one.
             which: numbers of the calls to emit, in order; all by default.
         """
+        budget, left = (self.funcs.remat, len(f.calls)) if isinstance(self.funcs.remat, int) else (0, 1)
         for k in range(len(f.calls)) if which is None else which:
             plan = f.calls[k].plan
             alike: dict[Any, list[Call]] = {}
@@ -264,7 +274,9 @@ class Stitcher:
                 alike.setdefault((places, want_in, want_out), []).append(call)
             for (_, want_in, want_out), calls in alike.items():
                 args = self._arguments(f, calls, plan, range(len(calls[0].args)))
-                unit = self.funcs.unit(plan, [self.places[v] for v in args[0]], want_in, want_out)
+                share = budget // (max(left, 1) * len(calls))
+                unit = self.funcs.unit(plan, [self.places[v] for v in args[0]], want_in, want_out, share)
+                budget, left = budget - unit.saved_bytes * len(calls), left - 1
                 saved_types = [Type.whole(n.meta["val"]) for n in unit.saved_nodes]
                 made = self.emit_rows(unit.forward, args, [*plan.out_types, *saved_types])
                 for call, given, outs in zip(calls, args, made, strict=True):

@@ -56,9 +56,10 @@ def assert_equivalent(
     steps: int = 3,
     accumulate: int = 1,
     batch_dims: Any = None,
-    remat: str = "none",
+    remat: str | int = "none",
     reshard: bool = True,
     bucket_bytes: int = BUCKET_BYTES,
+    prefetch_bytes: int | None = None,
     dtype: torch.dtype | None = torch.float64,
     rtol: float = 1e-9,
     seed: int = 0,
@@ -81,7 +82,7 @@ def assert_equivalent(
         steps: training steps to take, all on `batch`.
         accumulate: microbatches a step.
         batch_dims: dim names of the batch's leaves, as for `compile`.
-        remat, reshard, bucket_bytes: as for `compile_step`.
+        remat, reshard, bucket_bytes, prefetch_bytes: as for `compile_step`.
         dtype: in which parameters and floating leaves of the batch are taken; the layout's precision is then left out,
             since it changes what is computed. None keeps all of them as they are, at a larger `rtol`.
         rtol: the largest relative error that passes.
@@ -121,8 +122,9 @@ def assert_equivalent(
         got, got_grads = both.simulate(params, batch)
         step = None
     else:
-        how = {"accumulate": accumulate, "remat": remat, "reshard": reshard, "bucket_bytes": bucket_bytes}
-        step = _watched(compile_step(fn, optimizer or sgd(lr=1.0), **settings, **how), law)  # type: ignore[arg-type]
+        how: dict[str, Any] = {"accumulate": accumulate, "remat": remat, "reshard": reshard}
+        how |= {"bucket_bytes": bucket_bytes, "prefetch_bytes": prefetch_bytes}
+        step = _watched(compile_step(fn, optimizer or sgd(lr=1.0), **settings, **how), law)
         got, got_grads = _gradients(step, params, batch)
     # What is smaller than the rounding of the largest leaf says nothing.
     least = 10 * torch.finfo(dtype or torch.float32).eps / rtol * global_norm(grads).item()

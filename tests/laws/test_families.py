@@ -111,7 +111,7 @@ def test_statistics_count_each_token_once_whatever_is_recomputed_or_accumulated(
     setup = {"template": module.template(cfg), "mesh": ff.Mesh(dp=2), "layout": layouts.fsdp("dp"), "batch": batch()}
     want = ff.value_and_grad(module.loss(cfg))(ff.init(module.template(cfg)), batch())[0]["aux"]["load"]
     assert (want.sum(1) == 4 * 6 * cfg.top_k).all()
-    for options in ({}, {"accumulate": 2}, {"remat": "full"}):
+    for options in ({}, {"accumulate": 2}, {"remat": "full"}, {"remat": "selective"}):
         step = ff.compile_step(module.loss(cfg), ff.adamw(lr=1e-3), **setup, **options)
         _, metrics = step.simulate(step.init(), batch())
         assert torch.equal(metrics["aux"]["load"], want)

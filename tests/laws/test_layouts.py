@@ -102,7 +102,8 @@ def cases(draw: st.DrawFn, most: int, accumulate: bool) -> Case:
     extra: dict[str, Any] = {}
     if accumulate:
         extra["accumulate"] = draw(st.integers(1, 3))
-        extra["remat"] = draw(st.sampled_from(["none", "full"]))
+        extra["remat"] = draw(st.sampled_from(["none", "selective", "full", 2000]))
+        extra["prefetch_bytes"] = draw(st.sampled_from([None, 0, 1 << 30]))
         extra["bucket_bytes"] = draw(st.sampled_from([1, 1000, 25 << 20]))
     extra["reshard"] = draw(st.booleans())
     rows = ranks("batch") * extra.get("accumulate", 1) * draw(st.integers(1, 2))

@@ -25,7 +25,7 @@ MODELS = {
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("remat", ["none", "full"])
+@pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_a_rank_runs_what_is_simulated(name: str, remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles are made small, so that even these leaves are taken in several."""
     monkeypatch.setattr(backend, "TILE", 16)
