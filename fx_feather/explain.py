@@ -19,7 +19,9 @@ _ROLES = {
 def explain(program: Program) -> str:
     """The program by section and function, in order: calls, operators of a call, collectives with their bytes.
 
-    Bytes are those that one rank sends in a ring, for one run of the section.
+    Bytes are those that one rank sends in a ring, for one run of the section. A call that communicates is started where
+    it stands, and awaited at the first use of a result; `beside` names what is computed meanwhile. A function whose
+    collectives wait for each other overlaps inside: what a collective doesn't need comes after its start.
     """
     lines = [f"program for {program.mesh!r}, {program.mesh.size} rank{'s' if program.mesh.size > 1 else ''}"]
     for section in program.sections.values():
@@ -37,15 +39,38 @@ def _section(section: Section) -> list[str]:
             calls[-1] = (i.func, calls[-1][1] + len(i.ins))
         else:
             calls.append((i.func, len(i.ins)))
-    shown = _folded(calls)
+    shown, beside = _folded(calls), _beside(section)
     width = max((len(f.name) for (f, _), _ in shown), default=0)
     for (func, rows), times in shown:
         count = rows * times
         operators = sum(n.op == "call_function" for n in func.graph.nodes)
         inside = list(func.collectives())
         text = f"  {func.name:<{width}}  {count:>4} x {operators:>4} operators"
-        lines.append(text + (f"  {_listed(inside)}" if inside else ""))
+        text += f"  {_listed(inside)}" if inside else ""
+        lines.append(text + (f", beside {', '.join(beside[func])}" if beside.get(func) else ""))
     return lines
+
+
+def _beside(section: Section) -> dict[Func, list[str]]:
+    """For each function that is awaited later: what computes between its start and the first use of its results."""
+    used: dict[int, int] = {}
+    for k, i in enumerate(section.instrs):
+        for v in (v for row in i.ins for v in row):
+            used.setdefault(v, k)
+    end = len(section.instrs)
+    waits = {f: f.can_wait() for f in dict.fromkeys(i.func for i in section.instrs)}
+    found: dict[Func, dict[str, None]] = {}
+    for k, i in enumerate(section.instrs):
+        if waits[i.func]:
+            first = min((used.get(v, end) for outs in i.outs for v in outs), default=end)
+            between = [j.func for j in section.instrs[k + 1 : first]]
+            found.setdefault(i.func, {}).update(dict.fromkeys(f.name for f in between if _computes(f)))
+    return {f: list(names) for f, names in found.items()}
+
+
+def _computes(func: Func) -> bool:
+    """Whether a function is a unit of the model, and no conversion between units."""
+    return func.name.endswith((".forward", ".backward"))
 
 
 def _folded(calls: list[tuple[Func, int]]) -> list[tuple[tuple[Func, int], int]]:

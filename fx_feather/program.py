@@ -37,6 +37,19 @@ class Func:
                     c.name, tuple(n.args[1].split(",")), n.args[2], x.numel() * x.element_size(), x.dtype
                 )
 
+    def can_wait(self) -> bool:
+        """Whether its collectives can be started together, and awaited later: no one takes what another gave."""
+        late: set[fx.Node] = set()
+        found = False
+        for n in self.graph.nodes:
+            communicates = n.target in BY_OP and BY_OP[n.target].communicates
+            if communicates and any(a in late for a in n.all_input_nodes):
+                return False
+            found = found or communicates
+            if communicates or any(a in late for a in n.all_input_nodes):
+                late.add(n)
+        return found
+
     def text(self) -> str:
         """The graph as text that is the same on every rank that runs the same program."""
         number = {n: f"%{i}" for i, n in enumerate(self.graph.nodes)}

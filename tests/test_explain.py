@@ -38,3 +38,22 @@ def test_one_rank_communicates_nothing() -> None:
     text = _step(ff.Mesh(), layouts.single()).explain()
     assert "1 rank\n" in text
     assert all("0 collectives, 0 B sent" in x for x in text.splitlines() if re.match(r"\w+: ", x))
+
+
+def test_what_runs_beside_a_collective_is_named() -> None:
+    text = _step(ff.Mesh(fsdp=2), layouts.fsdp("fsdp")).explain()
+    (gather,) = (x for x in text.splitlines() if x.lstrip().startswith("layer.gather"))
+    assert "layer.forward" in gather.split("beside")[1] and "layer.backward" in gather
+    (reduce,) = (x for x in text.splitlines() if x.lstrip().startswith("layer.reduce"))
+    assert "beside layer.backward" in reduce
+    batch = torch.zeros(4, 4, dtype=torch.long)
+    settings = {"template": llama.template(CFG), "mesh": ff.Mesh(fsdp=2), "layout": layouts.fsdp("fsdp")}
+    alone = ff.compile_step(
+        llama.loss(CFG),
+        ff.adamw(lr=1e-3),
+        **settings,
+        batch={"tokens": batch, "targets": batch, "positions": batch},
+        prefetch_bytes=0,
+    )
+    (gather,) = (x for x in alone.explain().splitlines() if x.lstrip().startswith("layer.gather"))
+    assert "beside" not in gather

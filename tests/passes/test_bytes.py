@@ -1,0 +1,110 @@
+"""No layout sends more than it has to: the bytes of each are those of its lower bound, collective by collective.
+
+A ring moves `(n - 1) / n` of a value of `n` ranks in an all-gather or a reduce-scatter, and no algorithm moves less
+(Patarasuk and Yuan, Bandwidth optimal all-reduce algorithms, 2009, section 3); an all-reduce is both. What a layout has
+to move follows from where values are needed: gradients on all ranks that hold a copy of the parameter, parameters
+wherever they are used, activations where the next matmul reads them.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+import fx_feather as ff
+import layouts
+from fx_feather import tree
+from fx_feather.models import llama
+
+BATCH, SEQ = 8, 8
+CFG = llama.LlamaConfig(vocab=16, layers=3, embed=8, heads=4, kv_heads=4, mlp=16)
+TEMPLATE = llama.template(CFG)
+
+
+def size(part: object) -> int:
+    """Bytes of some parameters."""
+    return 4 * sum(p.numel for p in tree.leaves(part))
+
+
+ALL, EMBED, HEAD = size(TEMPLATE), size(TEMPLATE["embed"]), size([TEMPLATE["head"], TEMPLATE["norm"]])
+NORMS = size([TEMPLATE["norm"], *(p[n] for p in TEMPLATE["layers"] for n in ("attention_norm", "mlp_norm"))])
+
+
+def moved(n: int) -> float:
+    """The part of a value that each of `n` ranks sends in an all-gather or a reduce-scatter."""
+    return (n - 1) / n
+
+
+def stream(ranks: int) -> int:
+    """Bytes of the residual stream of the sequences that one of so many data ranks has."""
+    return 4 * BATCH // ranks * SEQ * CFG.embed
+
+
+def sharded(n: int) -> float:
+    """Parameters gathered forward and again backward, and gradients scattered.
+
+    The last unit's parameters are still there when the backward begins, and that of an embedding needs no table.
+    """
+    return moved(n) * (ALL + (ALL - HEAD - EMBED) + ALL)
+
+
+def tensor(data: int, n: int) -> float:
+    """Four gathers or scatters of the stream a block each way, and one each way behind the embedding and the last."""
+    one_way = 4 * CFG.layers + 2
+    of_loss = 2 * 2 * 4 * BATCH // data * SEQ  # the largest logit, and the sum: all-reduces of a number a token
+    return moved(n) * (2 * one_way * stream(data) + of_loss)
+
+
+BOUNDS: dict[str, tuple[ff.Mesh, ff.Layout, Callable[[], float]]] = {
+    "ddp 2": (ff.Mesh(dp=2), layouts.ddp("dp"), lambda: 2 * moved(2) * ALL),
+    "ddp 4": (ff.Mesh(dp=4), layouts.ddp("dp"), lambda: 2 * moved(4) * ALL),
+    "zero1 4": (ff.Mesh(dp=4), layouts.zero1("dp"), lambda: 2 * moved(4) * ALL),
+    "zero2 4": (ff.Mesh(dp=4), layouts.zero2("dp"), lambda: 2 * moved(4) * ALL),
+    "fsdp 2": (ff.Mesh(dp=2), layouts.fsdp("dp"), lambda: sharded(2)),
+    "fsdp 8": (ff.Mesh(dp=8), layouts.fsdp("dp"), lambda: sharded(8)),
+    # Between replicas only what a rank holds of the gradients is reduced.
+    "hsdp 2x4": (ff.Mesh(r=2, s=4), layouts.hsdp("r", "s"), lambda: sharded(4) + 2 * moved(2) * ALL / 4),
+    # The norms' weights are whole on all ranks, and each has seen a part of the sequence.
+    "tp_sp 2": (ff.Mesh(tp=2), layouts.tp_sp("tp"), lambda: tensor(1, 2) + 2 * moved(2) * NORMS),
+    "tp_sp 4": (ff.Mesh(tp=4), layouts.tp_sp("tp"), lambda: tensor(1, 4) + 2 * moved(4) * NORMS),
+    # All-reduces in the place of a scatter and a gather move the same, and the norms see all of the sequence.
+    "tp 4": (ff.Mesh(tp=4), layouts.tp("tp"), lambda: tensor(1, 4)),
+}
+
+
+@pytest.mark.parametrize("name", BOUNDS)
+def test_a_step_sends_its_lower_bound(name: str) -> None:
+    mesh, layout, bound = BOUNDS[name]
+    tokens = torch.zeros(BATCH, SEQ, dtype=torch.int64)
+    batch = {"tokens": tokens, "targets": tokens, "positions": tokens}
+    step = ff.compile_step(
+        llama.loss(CFG),
+        ff.chain(ff.clip_by_global_norm(1.0), ff.adamw(1e-3)),
+        template=TEMPLATE,
+        mesh=mesh,
+        layout=layout,
+        batch=batch,
+    )
+    numbers = [c for c in step.collectives() if c.operand_bytes <= 16]
+    # Sum and count of the loss in one, and the norm of gradients that no rank has whole in another.
+    assert len(numbers) <= 2
+    assert sum(c.sent_bytes for c in step.collectives() if c not in numbers) == bound()
+
+
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_microbatches_send_gradients_once_unless_they_are_stored_in_parts(accumulate: int) -> None:
+    tokens = torch.zeros(BATCH, SEQ, dtype=torch.int64)
+    batch = {"tokens": tokens, "targets": tokens, "positions": tokens}
+    sent = {}
+    for name, layout in (("ddp", layouts.ddp("dp")), ("zero1", layouts.zero1("dp")), ("fsdp", layouts.fsdp("dp"))):
+        step = ff.compile_step(
+            llama.loss(CFG),
+            ff.adamw(1e-3),
+            template=TEMPLATE,
+            mesh=ff.Mesh(dp=2),
+            layout=layout,
+            batch=batch,
+            accumulate=accumulate,
+        )
+        sent[name] = sum(c.sent_bytes for c in step.collectives() if c.operand_bytes > 16)
+    assert sent == {"ddp": ALL, "zero1": ALL, "fsdp": accumulate * sharded(2)}
