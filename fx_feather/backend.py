@@ -52,11 +52,11 @@ def build(graph: fx.Graph, constants: dict[str, torch.Tensor], backend: str) -> 
         frugal = fx.Graph()
         frugal.output(frugal.graph_copy(graph, {}))
         reuse(frugal)
-        forward = fx.GraphModule(constants, frugal).forward
+        forward = taking_list(constants, frugal)
         return tiled(graph, forward) or forward
     module = fx.GraphModule(constants, graph)
     if not any(_is_collective(n) for n in graph.nodes):
-        return _compiled(module) if _computes(graph) else module.forward
+        return _compiled(module) if computes(graph) else module.forward
     part, before = 0, False
 
     def piece(n: fx.Node) -> int:
@@ -68,9 +68,34 @@ def build(graph: fx.Graph, constants: dict[str, torch.Tensor], backend: str) -> 
 
     split = split_module(module, torch.nn.Module(), piece)
     for name, inner in list(split.named_children()):
-        if isinstance(inner, fx.GraphModule) and _computes(inner.graph):
+        if isinstance(inner, fx.GraphModule) and computes(inner.graph):
             setattr(split, name, _Forward(_compiled(inner)))
     return split.forward
+
+
+class _FromList(fx.graph.CodeGen):
+    """Code of a function that takes its operands out of a list."""
+
+    def gen_fn_def(self, free_vars: list[str], maybe_return_annotation: str, **options: Any) -> str:
+        names = [v.split(":")[0].strip() for v in free_vars if v != "self"]
+        taken = f"\n    {', '.join(names)}, = given; given.clear()" if names else ""
+        return f"def {self._func_name}(self, given){maybe_return_annotation}:{taken}"
+
+
+def taking_list(constants: dict[str, torch.Tensor], graph: fx.Graph) -> Runnable:
+    """A graph as a function whose attribute `boxed` takes the operands as a list, and empties it.
+
+    Nobody else then holds an operand while the function runs: it is freed after its last use, not at the end, and what
+    comes next lies in memory that is still in the cache.
+    """
+    graph.set_codegen(_FromList())
+    boxed = fx.GraphModule(constants, graph).forward
+
+    def run(*xs: torch.Tensor) -> list[torch.Tensor]:
+        return boxed(list(xs))
+
+    run.boxed = boxed  # type: ignore[attr-defined]
+    return run
 
 
 #: Elements of a tile: what is between the operators then takes a few MiB however large a leaf is. Smaller ones would
@@ -90,13 +115,13 @@ def tiled(graph: fx.Graph, forward: Runnable) -> Runnable | None:
     return None if tiles is None or tiles.shape.numel() < 2 * TILE else tiles.run
 
 
-def overwriting(graph: fx.Graph, forward: Runnable) -> tuple[tuple[int, ...], Runnable] | None:
+def overwriting(graph: fx.Graph) -> tuple[tuple[int, ...], Runnable] | None:
     """A form of a pointwise function that writes results over operands which nobody else needs, as optimizers do.
 
     Returns:
         the numbers of the operands that are written over, and the function; None if there is no such form.
     """
-    tiles = _Tiles.of(graph, forward)
+    tiles = _Tiles.of(graph)
     return (tuple(tiles.over.values()), tiles.run_over) if tiles is not None and tiles.over else None
 
 
@@ -124,7 +149,7 @@ class _Tiles:
     over: dict[int, int]
 
     @classmethod
-    def of(cls, graph: fx.Graph, forward: Runnable) -> "_Tiles | None":
+    def of(cls, graph: fx.Graph, forward: Runnable | None = None) -> "_Tiles | None":
         """None for a function that is not pointwise."""
         nodes = [n for n in graph.nodes if n.op == "call_function"]
         values = [n.meta.get("val") for n in graph.nodes if n.op in ("placeholder", "call_function")]
@@ -143,7 +168,13 @@ class _Tiles:
         scalar = any(o.meta["val"].ndim == 0 for o, s in zip(outs, sums, strict=True) if not s)
         if not pointwise or not fits or scalar:
             return None
-        return cls(forward, shape, [o.meta["val"].dtype for o in outs], sums, *_apart(graph))
+        return cls(
+            forward or fx.GraphModule({}, graph).forward,
+            shape,
+            [o.meta["val"].dtype for o in outs],
+            sums,
+            *_apart(graph),
+        )
 
     def run(self, *xs: torch.Tensor) -> list[torch.Tensor]:
         """The results."""
@@ -279,7 +310,7 @@ def _is_collective(n: fx.Node) -> bool:
     )
 
 
-def _computes(graph: fx.Graph) -> bool:
+def computes(graph: fx.Graph) -> bool:
     """Whether there is anything to fuse: compiling costs seconds, and a copy is as fast without."""
     work = [n for n in graph.nodes if n.op == "call_function" and n.target not in _MOVES]
     return len(work) > 1

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import fx
 
-from .backend import Runnable
+from .backend import taking_list
 from .reuse import reuse
 
 
@@ -73,18 +73,14 @@ def deferred(
     second.output([inner[o] for o in outs])
     for part in (first, second):
         reuse(part)
-    begin = fx.GraphModule(_named(first, constants), first).forward
-    end = fx.GraphModule(_named(second, constants), second).forward
-    return lambda *xs: _ended(end, begin(*xs))
+    begin = taking_list(_named(first, constants), first)
+    end = taking_list(_named(second, constants), second)
 
+    def run(*xs: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+        handed_on = begin(*xs)
+        return lambda: end.boxed(handed_on)  # type: ignore[attr-defined]
 
-def _ended(end: Runnable, given: list[torch.Tensor]) -> Callable[[], list[torch.Tensor]]:
-    def finish() -> list[torch.Tensor]:
-        values = list(given)
-        given.clear()
-        return end(*values)
-
-    return finish
+    return run
 
 
 def started(graph: fx.Graph) -> None:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
-from .backend import build, overwriting
+from .backend import build, computes, overwriting
 from .collectives import Collective
 from .deferred import Pending, deferred, started, values
 from .errors import MeshError, RankError, fail, message
@@ -154,6 +154,7 @@ class Runtime:
         with torch.no_grad(), self._peers(f"section {section.name!r}"):
             for i in section.instrs:
                 fn = self._callable(i.func)
+                boxed = getattr(fn, "boxed", None)
                 begin = self._deferred.get(i.func)
                 over, overwriting = self._overwriting.get(i.func, ((), fn))
                 for ins, outs, free in zip(i.ins, i.outs, i.free, strict=True):
@@ -164,7 +165,13 @@ class Runtime:
                         env.update(dict.fromkeys(set(outs).difference(free), Pending(begin(*args), outs)))
                         continue
                     spare = over and all(ins[k] not in foreign and held_alone(args, k) for k in over)
-                    env.update(zip(outs, (overwriting if spare else fn)(*args), strict=True))
+                    if spare:
+                        made = overwriting(*args)
+                    else:
+                        made = boxed(args) if boxed is not None else fn(*args)
+                    args.clear()
+                    env.update(zip(outs, made, strict=True))
+                    del made
                     for v in free:
                         env.pop(v, None)
             outputs = values(env, section.outputs)
@@ -202,14 +209,15 @@ class Runtime:
             for n in graph.nodes:
                 if n.target in BY_OP:
                     n.target, n.args, n.kwargs = *self._bind(BY_OP[n.target], n), {}
-            eager = self.backend == "eager"
+            # There is nothing to fuse where values are only moved, nor in what is one kernel already.
+            form = overwriting(graph)
+            eager = self.backend == "eager" or form is not None or not computes(graph)
             begin = deferred(graph, func.constants) if eager else None
             if begin is not None:
                 self._deferred[func] = begin
             elif eager:
                 started(graph)
-            fn = self._bound[func] = build(graph, func.constants, self.backend)
-            form = overwriting(graph, fn) if eager else None
+            self._bound[func] = build(graph, func.constants, "eager" if eager else self.backend)
             if form is not None:
                 self._overwriting[func] = form
         return self._bound[func]
