@@ -187,13 +187,16 @@ class _Tiles:
     def _run(self, xs: Sequence[torch.Tensor], over: dict[int, int]) -> list[torch.Tensor]:
         if any(x.device.type != "cpu" or not x.is_contiguous() for x in xs):
             return self.forward(*xs)
-        tiles, flat = -(-self.shape.numel() // TILE), [x.view(-1) if x.ndim else x for x in xs]
+        tiles = -(-self.shape.numel() // TILE)
         whole = [
             xs[over[i]] if i in over else torch.empty(tiles if is_sum else self.shape, dtype=d)
             for i, (d, is_sum) in enumerate(zip(self.dtypes, self.sums, strict=True))
         ]
-        once = self.before(*(flat[i] for i in self.scalars))
-        operands = [x.split(TILE) for x in flat if x.ndim]
+        once = self.before(*(xs[i] for i in self.scalars))
+        if tiles == 1:
+            self.inside(*once, *(x for x in xs if x.ndim), *whole)
+            return [w.sum() if is_sum else w for w, is_sum in zip(whole, self.sums, strict=True)]
+        operands = [x.view(-1).split(TILE) for x in xs if x.ndim]
         results = [w.view(-1).split(1 if is_sum else TILE) for w, is_sum in zip(whole, self.sums, strict=True)]
         for part, to in zip(zip(*operands, strict=True), zip(*results, strict=True), strict=True):
             self.inside(*once, *part, *to)

@@ -80,6 +80,7 @@ class Common:
         self.params = parameters(template, mesh, layout)
         self.batch = batch_leaves(batch, batch_dims, layout, mesh, microbatches)
         self.microbatches = microbatches
+        self._local_shapes: dict[Type, tuple[int, ...]] = {}
         self._simulator: Simulator | None = None
         self._runtime: Runtime | None = None
         self.program: Program
@@ -182,29 +183,43 @@ class Common:
     def _check_params(self, params: Any, whole: bool, call: str) -> list[torch.Tensor]:
         tree.check_same(self.params.treedef, params, call=call, name="params")
         leaves = tree.leaves(params)
-        named = [f"params{path}" for path in self.params.paths]
-        self.check_leaves(leaves, self.params.at_rest(), named, whole, call)
+        self.check_leaves(leaves, self.params.at_rest(), "params", self.params.treedef, whole, call)
         return leaves
 
     def check_leaves(
-        self, leaves: Sequence[Any], types: Sequence[Type], names: Sequence[str], whole: bool, call: str
+        self, leaves: Sequence[Any], types: Sequence[Type], name: str, treedef: Any, whole: bool, call: str
     ) -> None:
         """Raises ShapeError for leaves that are no tensors of their types, whole or local, all at once."""
-        shapes = [t.shape if whole else t.local_shape(self.mesh) for t in types]
+        shapes = [t.shape if whole else self._local_shape(t) for t in types]
+        wrong = [
+            i
+            for i, (x, t, shape) in enumerate(zip(leaves, types, shapes, strict=True))
+            if not isinstance(x, torch.Tensor) or x.shape != shape or x.dtype != t.dtype
+        ]
+        if not wrong:
+            return
+        paths = tree.paths_of(treedef)
         raise_all(
             ShapeError,
             [
                 message(
-                    call=f"{call}, {name}",
-                    got=repr(Type.whole(x)) if isinstance(x, torch.Tensor) else type(x).__name__,
-                    number=f"it is not {t.dtype} of shape {list(shape)}",
+                    call=f"{call}, {name}{paths[i]}",
+                    got=repr(Type.whole(leaves[i]))
+                    if isinstance(leaves[i], torch.Tensor)
+                    else type(leaves[i]).__name__,
+                    number=f"it is not {types[i].dtype} of shape {list(shapes[i])}",
                     rule="values are like the template's: local parts in a run, whole in simulate",
                     fix="values from init, or parts made with shard",
                 )
-                for name, x, t, shape in zip(names, leaves, types, shapes, strict=True)
-                if not isinstance(x, torch.Tensor) or tuple(x.shape) != shape or x.dtype != t.dtype
+                for i in wrong
             ],
         )
+
+    def _local_shape(self, t: Type) -> tuple[int, ...]:
+        # Asked of every leaf in every step.
+        if t not in self._local_shapes:
+            self._local_shapes[t] = t.local_shape(self.mesh)
+        return self._local_shapes[t]
 
     def local_params(self, params: Any, call: str) -> list[torch.Tensor]:
         return self._check_params(params, False, call)

@@ -221,8 +221,7 @@ class Step(Common):
         state.check(call)
         tree.check_same(self._state_tree, state.opt, call=call, name="state.opt")
         leaves = tree.leaves(state.opt)
-        names = [f"state.opt{path}" for path in tree.paths_of(self._state_tree)]
-        self.check_leaves(leaves, self._state_types, names, state.whole, call)
+        self.check_leaves(leaves, self._state_types, "state.opt", self._state_tree, state.whole, call)
         return leaves
 
     def _step(
