@@ -1,4 +1,4 @@
-"""Cleanup takes away operators that compute nothing, and leaves every value as it was, bit for bit and stride for stride."""
+"""Cleanup takes away operators that compute nothing, and leaves each value as it was, in its bits and its strides."""
 
 import torch
 from hypothesis import given
