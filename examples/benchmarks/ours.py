@@ -1,6 +1,5 @@
 """The same decoder, written once for one device, under a layout of fx_feather."""
 
-import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -28,12 +27,6 @@ def as_module(name: str, x: Tensor) -> Tensor:
     return x.mT.contiguous() if ".mlp." in name else x
 
 
-def backend_options(wanted: str | None) -> dict[str, Any]:
-    """What to give `compile_step` for a backend, where it has such a choice."""
-    known = "backend" in inspect.signature(ff.compile_step).parameters
-    return {"backend": wanted} if wanted and known else {}
-
-
 class Ours:
     """A compiled step and its state."""
 
@@ -43,7 +36,7 @@ class Ours:
             layout |= getattr(layouts, name)(*over)
         cfg = llama.LlamaConfig(**size.settings())
         adamw = ff.adamw(LEARNING_RATE, *BETAS, eps=EPS, weight_decay=DECAY)
-        self.options = backend_options(row.backend)
+        self.options = dict(row.options)
         self._step = ff.compile_step(
             llama.loss(cfg),
             ff.chain(ff.clip_by_global_norm(CLIP), adamw),

@@ -12,13 +12,13 @@ class Row:
         peer: what a PyTorch user would pick, in words.
         axes: sizes of the mesh axes on so many ranks, outermost first; empty where the row has no meaning.
         layouts: functions of `layouts` by the axes they take, in order; together they are the layout.
-        backend: of fx_feather, where it is not the default.
+        options: of `compile_step`, where they are not the defaults.
     """
 
     peer: str
     axes: Callable[[int], dict[str, int] | None]
     layouts: tuple[tuple[str, tuple[str, ...]], ...]
-    backend: str | None = None
+    options: tuple[tuple[str, str], ...] = ()
 
 
 def _alone(ranks: int) -> dict[str, int] | None:
@@ -35,7 +35,7 @@ def _halved(outer: str, inner: str, least: int) -> Callable[[int], dict[str, int
 
 ROWS = {
     "eager": Row("eager", _alone, ()),
-    "compiled": Row("torch.compile", _alone, (), backend="inductor"),
+    "compiled": Row("torch.compile", _alone, (), (("backend", "inductor"),)),
     "ddp": Row("DistributedDataParallel", _flat("dp"), (("ddp", ("dp",)),)),
     "fsdp": Row("fully_shard (FSDP2)", _flat("dp"), (("fsdp", ("dp",)),)),
     "hsdp": Row("fully_shard (HSDP)", _halved("replica", "shard", 4), (("hsdp", ("replica", "shard")),)),

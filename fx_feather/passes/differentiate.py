@@ -197,7 +197,8 @@ def _is_moved_input(n: fx.Node) -> bool:
 
 
 #: What a forward keeps for the backward: all that it uses (views are made anew); the results of matmuls, attention and
-#: collectives; or nothing but the inputs. The rest is computed again.
+#: collectives; or nothing but the inputs. The rest is computed again, by the same operators: each keeps results bit for
+#: bit, as far as operators give the same bits twice.
 REMAT = ("none", "selective", "full")
 
 _HEAVY = {

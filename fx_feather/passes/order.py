@@ -1,4 +1,7 @@
-"""Ordering: calls in the order in which outputs need them, so that each value lives as briefly as it can."""
+"""Ordering: calls in the order in which outputs need them, so that each value lives as briefly as it can.
+
+Keeps results bit for bit: the same calls run on the same values.
+"""
 
 from collections.abc import Sequence
 
