@@ -27,6 +27,13 @@ POINTWISE = {
 }
 
 _MOVES = {
+    operator.getitem,
+    torch.ops.aten.cat.default,
+    torch.ops.aten.clone.default,
+    torch.ops.aten.split_with_sizes.default,
+    torch.ops.aten.stack.default,
+    torch.ops.aten.unbind.int,
+    torch.ops.aten._unsafe_view.default,
     torch.ops.aten.view.default,
     torch.ops.aten.t.default,
     torch.ops.aten.transpose.int,
@@ -106,7 +113,8 @@ TILE = 1 << 18
 def tiled(graph: fx.Graph, forward: Runnable) -> Runnable | None:
     """Runs a pointwise function tile by tile on a CPU, so that what is between its operators takes little memory.
 
-    The results of pointwise operators are the same bits; a sum over all elements is taken tile by tile.
+    The results of pointwise operators are the same bits, but for a fused kernel that rounds otherwise in the few
+    elements that fill no vector; a sum over all elements is taken tile by tile.
 
     Returns:
         None for a function that is not pointwise, or too small to gain.
@@ -154,7 +162,7 @@ class _Tiles:
         nodes = [n for n in graph.nodes if n.op == "call_function"]
         values = [n.meta.get("val") for n in graph.nodes if n.op in ("placeholder", "call_function")]
         single = [v for v in values if isinstance(v, torch.Tensor)]
-        if len(nodes) < 3 or any(v is None for v in values):
+        if len(nodes) < 3 or any(v is None for v in values) or any(n.op == "get_attr" for n in graph.nodes):
             return None
         shape = max((v.shape for v in single), key=lambda s: s.numel())
         outs = list(graph.output_node().args[0])
@@ -261,7 +269,7 @@ def _write(graph: fx.Graph, results: list[fx.Node], to: list[fx.Node]) -> dict[i
         written.update(place[m] for m in made)
         for name, m in zip(names, made, strict=True):
             x = operands.get(name.removeprefix("to_")) if name.startswith("to_") else None
-            if x is not None and x.op == "placeholder" and list(x.users) == [n]:
+            if x is not None and x.op == "placeholder" and list(x.users) == [n] and x not in results:
                 over[place[m]] = x
     for i, result in enumerate(results):
         if i not in written:
@@ -315,5 +323,5 @@ def _is_collective(n: fx.Node) -> bool:
 
 def computes(graph: fx.Graph) -> bool:
     """Whether there is anything to fuse: compiling costs seconds, and a copy is as fast without."""
-    work = [n for n in graph.nodes if n.op == "call_function" and n.target not in _MOVES]
+    work = [n for n in graph.nodes if n.op == "call_function" and n.target not in _MOVES and not _is_collective(n)]
     return len(work) > 1

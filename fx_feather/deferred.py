@@ -36,9 +36,11 @@ def deferred(
         constants: tensors that the graph names.
 
     Returns:
-        None if there is nothing to wait for, or if a collective takes what another one gave: then the second can't
-        start before the first has ended.
+        None if there is nothing to wait for; if a collective takes what another one gave, since the second can't start
+        before the first has ended; or if memory is written over, since who reads it when must then stay as it is.
     """
+    if _writes(graph):
+        return None
     starts = [n for n in graph.nodes if n.op == "call_function" and hasattr(n.target, "start")]
     late: set[fx.Node] = set()
     for n in graph.nodes:
@@ -69,12 +71,13 @@ def deferred(
             inner[n].meta = dict(n.meta)
     for n in graph.nodes:
         if n in late:
-            inner[n] = second.get_attr(n.target) if n.op == "get_attr" else second.node_copy(n, inner.__getitem__)
+            inner[n] = second.node_copy(n, inner.__getitem__)
     second.output([inner[o] for o in outs])
     for part in (first, second):
         reuse(part)
-    begin = taking_list(_named(first, constants), first)
-    end = taking_list(_named(second, constants), second)
+    named = {n.target: constants[n.target] for n in first.nodes if n.op == "get_attr"}
+    begin = taking_list(named, first)
+    end = taking_list({}, second)
 
     def run(*xs: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
         handed_on = begin(*xs)
@@ -83,12 +86,21 @@ def deferred(
     return run
 
 
+def _writes(graph: fx.Graph) -> bool:
+    return any(isinstance(n.target, torch._ops.OpOverload) and n.target._schema.is_mutable for n in graph.nodes)
+
+
 def started(graph: fx.Graph) -> None:
-    """Edits a graph in place: each collective is started where it stands, and awaited where it is first used."""
+    """Edits a graph in place: each collective is started where it stands, and awaited where it is first used.
+
+    A graph that writes over memory stays as it is: what is being sent might be written over.
+    """
+    if _writes(graph):
+        return
     index = {n: k for k, n in enumerate(graph.nodes)}
     for n in list(graph.nodes):
         start = getattr(n.target, "start", None)
-        if start is None:
+        if start is None or not n.users:
             continue
         first = min(n.users, key=index.__getitem__)
         with graph.inserting_before(first):
@@ -105,10 +117,6 @@ def _wait(under_way: Callable[[], torch.Tensor], *sent: torch.Tensor) -> torch.T
 
 
 _wait.fresh = True  # type: ignore[attr-defined]
-
-
-def _named(graph: fx.Graph, constants: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return {n.target: constants[n.target] for n in graph.nodes if n.op == "get_attr"}
 
 
 def values(env: dict[int, "torch.Tensor | Pending"], numbers: Sequence[int]) -> list[torch.Tensor]:

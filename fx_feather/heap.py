@@ -27,4 +27,6 @@ def keep_freed() -> bool:
     if chosen or platform.libc_ver()[0] != "glibc":
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    return bool(mallopt(_TRIM_THRESHOLD, _NEVER) and mallopt(_MMAP_THRESHOLD, _NEVER))
+    # Either alone would stop glibc from raising both by itself. Older versions map 32 MiB and more apart anyway.
+    mapped = mallopt(_MMAP_THRESHOLD, _NEVER) or mallopt(_MMAP_THRESHOLD, 32 << 20)
+    return bool(mapped and mallopt(_TRIM_THRESHOLD, _NEVER))

@@ -19,20 +19,29 @@ _SAME_MEMORY = {aten._unsafe_view.default, aten._reshape_alias.default}
 
 def held_alone(xs: list[torch.Tensor], k: int) -> bool:
     """Whether nobody but this list holds the tensor at a place in it, and no other tensor or array its memory."""
+    storage = xs[k].untyped_storage()
+    if sys.getrefcount(storage) != _ALONE_STORAGE:
+        return False
     # Not only Python holds tensors: a collective under way does, and an array or a capsule made from one.
     if _references(xs, k) != _ALONE or (_COUNTS and xs[k]._use_count() != 1):  # type: ignore[attr-defined]
         return False
-    return torch._C._storage_Use_Count(xs[k].untyped_storage()._cdata) == 2  # the tensor's own, and the one asked here
+    return torch._C._storage_Use_Count(storage._cdata) == 2  # the tensor's own, and the one asked here
 
 
 def _references(xs: list[torch.Tensor], k: int) -> int:
     return sys.getrefcount(xs[k])
 
 
+def _storage_references(xs: list[torch.Tensor], k: int) -> int:
+    storage = xs[k].untyped_storage()
+    return sys.getrefcount(storage)
+
+
 _COUNTS = hasattr(torch.Tensor, "_use_count")
 
 # Counted in the same way: how many the interpreter itself adds depends on its version.
 _ALONE = _references([torch.empty(0)], 0)
+_ALONE_STORAGE = _storage_references([torch.empty(0)], 0)
 
 
 def reuse(graph: fx.Graph) -> None:
@@ -89,6 +98,9 @@ def _owner(n: fx.Node, owner: dict[fx.Node, fx.Node | None]) -> fx.Node | None:
         return n
     if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload) or n.target.namespace != "aten":
         return None
+    written = [a.name for a in n.target._schema.arguments if a.is_out]
+    if written:
+        return owner.get(n.kwargs.get(written[0]))
     shares = n.target in _SAME_MEMORY or any(r.alias_info is not None for r in n.target._schema.returns)
     if shares:
         return owner.get(n.args[0]) if isinstance(n.args[0], fx.Node) else None

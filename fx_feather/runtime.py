@@ -147,8 +147,8 @@ class Runtime:
 
     def run(self, section: Section, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs of a section on this rank."""
-        # What the program made may be written over once nobody needs it; what a user brought may not.
-        foreign = {v for v, x in zip(section.inputs, inputs, strict=True) if self._made.get(id(x)) is not x}
+        # What the program made may be written over once nobody needs it; what a user brought may not, nor views of it.
+        foreign = {_memory(x) for x in inputs if self._made.get(id(x)) is not x}
         env: dict[int, torch.Tensor | Pending] = dict(zip(section.inputs, inputs, strict=True))
         inputs.clear()
         with torch.no_grad(), self._peers(f"section {section.name!r}"):
@@ -156,7 +156,7 @@ class Runtime:
                 fn = self._callable(i.func)
                 boxed = getattr(fn, "boxed", None)
                 begin = self._deferred.get(i.func)
-                over, overwriting = self._overwriting.get(i.func, ((), fn))
+                over, fn_over = self._overwriting.get(i.func, ((), fn))
                 for ins, outs, free in zip(i.ins, i.outs, i.free, strict=True):
                     args = values(env, ins)
                     for v in free:
@@ -164,9 +164,8 @@ class Runtime:
                     if begin is not None:
                         env.update(dict.fromkeys(set(outs).difference(free), Pending(begin(*args), outs)))
                         continue
-                    spare = over and all(ins[k] not in foreign and held_alone(args, k) for k in over)
-                    if spare:
-                        made = overwriting(*args)
+                    if over and all(held_alone(args, k) and _memory(args[k]) not in foreign for k in over):
+                        made = fn_over(*args)
                     else:
                         made = boxed(args) if boxed is not None else fn(*args)
                     args.clear()
@@ -175,7 +174,7 @@ class Runtime:
                     for v in free:
                         env.pop(v, None)
             outputs = values(env, section.outputs)
-        self._made.update((id(x), x) for x in outputs)
+        self._made.update((id(x), x) for x in outputs if _memory(x) not in foreign)
         return outputs
 
     def item(self, x: torch.Tensor) -> Any:
@@ -217,7 +216,10 @@ class Runtime:
                 self._deferred[func] = begin
             elif eager:
                 started(graph)
-            self._bound[func] = build(graph, func.constants, "eager" if eager else self.backend)
+            if begin is not None:
+                self._bound[func] = lambda *xs: begin(*xs)()
+            else:
+                self._bound[func] = build(graph, func.constants, "eager" if eager else self.backend)
             if form is not None:
                 self._overwriting[func] = form
         return self._bound[func]
@@ -249,6 +251,10 @@ class Runtime:
                 fix="look at the rank that failed first; FX_FEATHER_TIMEOUT=seconds sets how long to wait",
             )
             raise RankError(parts) from e
+
+
+def _memory(x: torch.Tensor) -> int:
+    return x.untyped_storage().data_ptr()
 
 
 _PEER_WORDS = (

@@ -65,8 +65,8 @@ class Peers:
         """Whether collectives are made of exchanges of parts, each rank with each: so on gloo.
 
         Gloo's reduce-scatter is an all-reduce of which a part is kept, and its all-gather goes around a ring; its
-        all-to-all sends each part where it belongs. The bytes are those of a ring. Sums are taken in the order of the
-        ranks, so that they are the same bits as in a simulation.
+        all-to-all sends each part where it belongs. The bytes are those of a ring. Sums that are taken here are taken
+        in the order of the ranks, the same bits as in a simulation; an all-reduce of more than 4 MiB is left to gloo.
         """
         return dist.get_backend(self.group) == "gloo"
 
@@ -178,7 +178,7 @@ def _all_gather(peers: Peers, static: Static) -> Start:
         flat = flat if peers.places is None else flat[peers.places]
         shape = list(flat.shape[1:])
         shape[dim] *= n
-        return flat.view(shape) if dim == 0 else flat.movedim(0, dim).reshape(shape)
+        return flat.view(shape) if dim == 0 else flat.movedim(0, dim).reshape(shape).contiguous()
 
     def start(x: Tensor) -> Callable[[], Tensor]:
         if peers.exchanges:

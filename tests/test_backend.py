@@ -5,7 +5,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fx_feather.backend import TILE, build, tiled
+from fx_feather.backend import TILE, build, overwriting, tiled
+from fx_feather.record import record
 
 N = 2 * TILE + 5  # the last tile is a short one
 
@@ -27,6 +28,8 @@ X, Y = torch.randn(N), torch.randn(N)
         lambda x, y, s: [(x * y + x).exp(), x * s.exp()],
         lambda x, y, s: [(x * y).tanh().to(torch.bfloat16), x > y],
         lambda x, y, s: [x, (x + y) * (s * 2 + 1)],
+        lambda x, y, s: (lambda n: [n, (n * 2).exp() + s, n.sqrt()])(x * x + y * y),  # read after it was written
+        lambda x, y, s: (lambda n: [n, n])((x * y + s).exp()),
     ],
 )
 def test_tiles_keep_every_bit(fn) -> None:
@@ -70,3 +73,23 @@ def test_values_in_another_order_are_run_whole() -> None:
     graph = graph_of(lambda x: [(x * 2 + 1).exp()], x)
     (got,), (want,) = build(graph, {}, "eager")(x), forward(graph)(x)
     assert torch.equal(got, want) and got.stride() == want.stride()
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_a_fused_kernel_writes_over_what_nobody_else_reads(kept: bool) -> None:
+    def step(p, g, mu, nu, lr, t):
+        new = torch.ops.fx_feather.adamw(p, g * 2, mu, nu, lr, t, 0.9, 0.95, 1e-8, 0.0)
+        return [*new, p] if kept else [*new]
+
+    def values():
+        return [torch.full((8,), float(k + 1)) for k in range(4)] + [torch.tensor(0.1), torch.tensor(1.0)]
+
+    graph = record(step, [torch.empty_like(x, device="meta") for x in values()]).graph
+    form = overwriting(graph)
+    assert form is not None
+    assert set(form[0]) == ({2, 3} if kept else {0, 2, 3})
+    want, given = step(*values()), values()
+    got = form[1](*given)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    assert {k for k in range(4) if given[k].data_ptr() in {x.data_ptr() for x in got[:3]}} == set(form[0])

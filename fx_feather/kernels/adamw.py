@@ -58,6 +58,8 @@ def adamw_into(
     for to, x in ((to_param, param), (to_mu, mu), (to_nu, nu)):
         if to.data_ptr() != x.data_ptr():
             to.copy_(x)
+    # The kernel for CUDA reads a rate in float32, whatever it is given.
+    lr = lr if lr.device.type == "cpu" else lr.to(torch.float32)
     # Lists of one leaf each; no maximum of the second moments.
     torch.ops.aten._fused_adamw_.tensor_lr(
         [to_param],

@@ -17,6 +17,7 @@ from ..program import BY_OP, Func
 from ..record import record
 from ..spec import Type
 from .cleanup import cleanup
+from .memory import storage, writes
 from .partition import LocalFn
 
 
@@ -243,7 +244,7 @@ def _cut(whole: Func, n_in: int, n_out: int, diff: list[int], with_ct: list[int]
 
     def worth(n: fx.Node) -> bool:
         # What is written over later is another value by the end of the forward.
-        return remat == "none" or (remat == "selective" and _is_heavy(n) and written.get(_storage(n), -1) <= order[n])
+        return remat == "none" or (remat == "selective" and _is_heavy(n) and written.get(storage(n), -1) <= order[n])
 
     # What the backward takes from the forward: saved, or computed again.
     saved: dict[fx.Node, None] = {}
@@ -303,18 +304,12 @@ def _cut(whole: Func, n_in: int, n_out: int, diff: list[int], with_ct: list[int]
     )
 
 
-def _storage(n: fx.Node) -> int | None:
-    val = n.meta.get("val")
-    return val.untyped_storage()._cdata if isinstance(val, torch.Tensor) else None
-
-
 def _last_writes(nodes: list[fx.Node], forward: set[fx.Node]) -> dict[int | None, int]:
     """For each memory that the forward writes over the number of the node that does so last."""
     written: dict[int | None, int] = {}
     for k, n in enumerate(nodes):
-        schema = getattr(n.target, "_schema", None)
-        if n in forward and schema is not None and schema.is_mutable:
-            written[_storage(n.all_input_nodes[0])] = k
+        if n in forward:
+            written.update(dict.fromkeys(writes(n), k))
     return written
 
 
@@ -329,7 +324,7 @@ def _read_before_written(nodes: list[fx.Node], forward: set[fx.Node], ct_nodes: 
                 late.add(n)
             elif n in forward or n.op != "call_function" or _is_view(n):
                 continue
-            elif any(written.get(_storage(a), -1) > k for a in n.all_input_nodes):
+            elif any(written.get(storage(a), -1) > k for a in n.all_input_nodes):
                 early |= _ancestors([n])
     return early
 

@@ -4,10 +4,10 @@ Keeps results bit for bit: the same operators run on the same values, those that
 order. Collectives stay in their order, the same on every rank.
 """
 
-import torch
 from torch import fx
 
 from ..program import BY_OP
+from .memory import storage, writes
 
 
 def interleave(graph: fx.Graph) -> None:
@@ -52,28 +52,20 @@ def interleave(graph: fx.Graph) -> None:
 
 def _dependencies(nodes: list[fx.Node]) -> dict[fx.Node, set[fx.Node]]:
     """What has to come before each node: its operands, and where memory is written, whoever read it before or wrote."""
-    writer: dict[int, fx.Node] = {}
-    readers: dict[int, set[fx.Node]] = {}
+    writer: dict[int | None, fx.Node] = {}
+    readers: dict[int | None, set[fx.Node]] = {}
     before: dict[fx.Node, set[fx.Node]] = {}
     for n in nodes:
         before[n] = set(n.all_input_nodes)
-        schema = getattr(n.target, "_schema", None)
-        written = _storage(n.args[0]) if schema is not None and schema.is_mutable else None
-        for memory in {_storage(a) for a in n.all_input_nodes}:
-            if memory is None:
-                continue
+        written = writes(n)
+        for memory in {storage(a) for a in n.all_input_nodes} - {None}:
             if memory in writer:
                 before[n].add(writer[memory])
-            if memory == written:
+            if memory in written:
                 before[n] |= readers.get(memory, set())
             readers.setdefault(memory, set()).add(n)
-        if written is not None:
-            writer[written] = n
-            readers[written] = {n}
+        for memory in written:
+            writer[memory] = n
+            readers[memory] = {n}
         before[n].discard(n)
     return before
-
-
-def _storage(n: fx.Node) -> int | None:
-    val = n.meta.get("val")
-    return val.untyped_storage()._cdata if isinstance(val, torch.Tensor) else None

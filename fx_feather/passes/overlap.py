@@ -45,7 +45,9 @@ def overlap(section: Section, memory: int | None = None) -> None:
 
 
 def is_gather(func: Func) -> bool:
-    """Whether a function communicates and does nothing but move values."""
+    """Whether a function gathers parameters: it communicates, only moves values, and is no unit of the model."""
+    if func.name.endswith((".forward", ".backward")):
+        return False
     names = {c.name for c in func.collectives()}
     return bool(names) and names <= {"all_gather", "all_gather_invariant"}
 

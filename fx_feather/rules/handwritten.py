@@ -153,7 +153,10 @@ def call_operator(target: Any, args: Sequence[Any], kwargs: dict[str, Any], wher
 
 
 def by_hand(fn: Callable[..., Any], vjp: Vjp, args: Sequence[Any], kwargs: dict[str, Any] | None = None) -> Any:
-    """Calls a function whose cotangents are pulled back by another, given as for `rule`."""
+    """Calls a function whose cotangents are pulled back by another, given as for `rule`.
+
+    Results that serve the backward alone have no cotangents of their own: such a function is differentiated once.
+    """
     leaves, treedef = tree.flatten((_plain(args), kwargs or {}))
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
     places = tuple(_Place() if isinstance(x, torch.Tensor) else x for x in leaves)

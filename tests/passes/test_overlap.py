@@ -171,6 +171,20 @@ def test_a_chain_of_collectives_is_not_deferred() -> None:
     assert deferred(graph_of(build)[0], {}) is None
 
 
+def test_where_memory_is_written_over_nothing_is_deferred() -> None:
+    def build(call: Any, x: fx.Node) -> dict[str, fx.Node]:
+        c = call(aten.neg.default, x)
+        w = call(aten.add.Tensor, call(fake_collective([], True), c), c)
+        call(aten.exp_.default, c)
+        return {"w": w, "c": c}
+
+    graph, _ = graph_of(build)
+    before = [n.target for n in graph.nodes]
+    assert deferred(graph, {}) is None
+    started(graph)
+    assert [n.target for n in graph.nodes] == before
+
+
 def test_within_a_function_a_collective_is_awaited_at_its_first_use() -> None:
     log: list[str] = []
 

@@ -102,12 +102,15 @@ def collectives() -> dict[str, Any]:
     mesh, wrong, tried = ff.Mesh(a=2, b=2), [], []
     run = Runtime(mesh, "cpu")
     # Few bytes, some, and more than are exchanged in parts; of the latter one shape is enough.
-    shapes = [(4, 4, 4), (4, 4, 60), (4, 4, 40000)]
+    # A dim of size 1 is joined by a view, if nobody sees to it that the result is in order.
+    shapes = [(4, 4, 4), (4, 4, 60), (4, 4, 40000), (4, 1, 4)]
     for c, shape in itertools.product(COLLECTIVES.values(), shapes):
         size = math.prod(shape)
         values = [torch.arange(size, dtype=torch.float64).reshape(shape).sin() * (r + 1) + r for r in range(4)]
         strided = [v.transpose(0, 2) for v in values]
         if c.op is None or (size > 10_000 and c.name not in ("psum", "pmax")):
+            continue
+        if 1 in shape and not c.name.startswith("all_gather"):
             continue
         for axes in (("a",), ("b",), ("a", "b"), ("b", "a")):
             n = mesh.count(axes)

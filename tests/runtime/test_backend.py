@@ -7,7 +7,7 @@ import torch
 
 import fx_feather as ff
 import layouts
-from fx_feather import backend, tree
+from fx_feather import backend, optim, tree
 from fx_feather.models import deepseek_v3, gpt2, llama
 
 F64: dict[str, Any] = {"vocab": 11, "layers": 2, "embed": 8, "heads": 2, "dtype": torch.float64}
@@ -22,6 +22,35 @@ MODELS = {
         ),
     ),
 }  # fmt: skip
+
+
+OPTIMIZERS = {
+    "adamw": ff.adamw(lr=1e-2),
+    "adam in parts": ff.chain(ff.clip_by_global_norm(0.1), optim.scale_by_adam(), optim.scale(-1e-2)),
+    "momentum": ff.sgd(lr=1e-2, momentum=0.9, nesterov=True),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizer_runs_as_simulated(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In tiles, over what it may write over, in a dtype that the fused kernel takes and in one that it doesn't."""
+    monkeypatch.setattr(backend, "TILE", 16)
+    template = {"w": ff.Param("embed _", (9, 13), ff.normal(1.0), dtype), "b": ff.Param("_", (13,), ff.ones(), dtype)}
+
+    def loss(params, batch):
+        return ((batch.to(dtype) @ params["w"] + params["b"]).float() ** 2).sum(), torch.tensor(batch.shape[0])
+
+    batch = torch.linspace(-1, 1, 36).reshape(4, 9)
+    settings = {"template": template, "mesh": ff.Mesh(), "layout": ff.Layout(), "batch": batch}
+    step = ff.compile_step(loss, OPTIMIZERS[name], **settings, batch_dims="batch _", device="cpu")
+    run, simulated = step.init(seed=0), step.init(seed=0)
+    for _ in range(4):
+        run, _ = step(run, batch)
+        simulated, _ = step.simulate(simulated, batch)
+        both = zip(tree.leaves((run.params, run.opt)), tree.leaves((simulated.params, simulated.opt)), strict=True)
+        for a, b in both:
+            torch.testing.assert_close(a, b, rtol=2 * torch.finfo(dtype).eps, atol=1e-6)
 
 
 @pytest.mark.parametrize("name", MODELS)
