@@ -25,7 +25,7 @@ export OMP_NUM_THREADS := 1
 train: $(VENV)/installed
 	$(BIN)/torchrun --standalone --nproc-per-node $(RANKS) examples/train.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 
-bench: $(VENV)/installed
+bench: $(VENV)/installed-bench
 	$(BIN)/python examples/benchmarks/bench.py $(ARGS)
 
 test: lint
@@ -57,6 +57,10 @@ $(VENV)/installed: pyproject.toml $(PINS)
 
 $(VENV)/installed-dev: pyproject.toml $(PINS)
 	$(call install,'.[dev]')
+	@touch $(VENV)/installed
+
+$(VENV)/installed-bench: pyproject.toml $(PINS)
+	$(call install,'.[bench]')
 	@touch $(VENV)/installed
 
 clean:
