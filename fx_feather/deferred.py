@@ -31,22 +31,19 @@ def deferred(
     Keeps results bit for bit: the same operators run on the same values.
 
     Args:
-        graph: operators of torch, and Python functions in the place of collectives, which say by `start` how they are
-            begun without waiting.
+        graph: of a function that `can_wait`: operators of torch, and Python functions in the place of collectives,
+            which say by `start` how they are begun without waiting.
         constants: tensors that the graph names.
 
     Returns:
-        None if there is nothing to wait for; if a collective takes what another one gave, since the second can't start
-        before the first has ended; or if memory is written over, since who reads it when must then stay as it is.
+        None if there is nothing to wait for, as in a group of one rank.
     """
-    if _writes(graph):
-        return None
     starts = [n for n in graph.nodes if n.op == "call_function" and hasattr(n.target, "start")]
     late: set[fx.Node] = set()
     for n in graph.nodes:
         if any(a in late or a in starts for a in n.all_input_nodes) and n.op != "output":
             late.add(n)
-    if not starts or any(n in late for n in starts):
+    if not starts:
         return None
     outs = list(graph.output_node().args[0])
     first, second = fx.Graph(), fx.Graph()

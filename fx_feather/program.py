@@ -38,10 +38,16 @@ class Func:
                 )
 
     def can_wait(self) -> bool:
-        """Whether its collectives can be started together, and awaited later: no one takes what another gave."""
+        """Whether its collectives can be started together, and awaited later.
+
+        None may take what another gave, and no memory may be written over: who reads it when must then stay as it is.
+        """
         late: set[fx.Node] = set()
         found = False
         for n in self.graph.nodes:
+            schema = getattr(n.target, "_schema", None)
+            if schema is not None and schema.is_mutable:
+                return False
             communicates = n.target in BY_OP and BY_OP[n.target].communicates
             if communicates and any(a in late for a in n.all_input_nodes):
                 return False

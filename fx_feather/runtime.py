@@ -211,7 +211,7 @@ class Runtime:
             # There is nothing to fuse where values are only moved, nor in what is one kernel already.
             form = overwriting(graph)
             eager = self.backend == "eager" or form is not None or not computes(graph)
-            begin = deferred(graph, func.constants) if eager else None
+            begin = deferred(graph, func.constants) if eager and func.can_wait() else None
             if begin is not None:
                 self._deferred[func] = begin
             elif eager:

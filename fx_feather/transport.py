@@ -16,7 +16,8 @@ Static = dict[str, Any]
 #: Starts a collective, and gives what waits for its result.
 Start = Callable[[Tensor], Callable[[], Tensor]]
 
-#: Bytes up to which gloo's own all-reduce takes longer than two exchanges of parts, as measured with 2 and 4 ranks.
+#: Bytes up to which an all-reduce is two exchanges of parts. With 2 and 4 ranks these took 0.8 and 0.6 of the CPU time
+#: of gloo's own at 1 MB, and 1.05 and 1.2 of it at 4 MB.
 _EXCHANGED = 4 << 20
 #: Bytes, of all ranks together, up to which only the number of messages counts: each rank then sends all it has.
 _ONE_MESSAGE = 4 << 10

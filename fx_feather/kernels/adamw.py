@@ -1,5 +1,7 @@
 """AdamW's whole step of one leaf as one operator, on PyTorch's fused kernel."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -36,25 +38,14 @@ def adamw(
     tensor([0.9000, 0.9000])
     """
     to = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (param, mu, nu)]
-    return adamw_into(param, grad, mu, nu, lr, step, b1, b2, eps, decay, *to)
+    return _into(param, grad, mu, nu, lr, step, b1, b2, eps, decay, to_param=to[0], to_mu=to[1], to_nu=to[2])
 
 
-def adamw_into(
-    param: Tensor,
-    grad: Tensor,
-    mu: Tensor,
-    nu: Tensor,
-    lr: Tensor,
-    step: Tensor,
-    b1: float,
-    b2: float,
-    eps: float,
-    decay: float,
-    to_param: Tensor,
-    to_mu: Tensor,
-    to_nu: Tensor,
+def _into(
+    param: Tensor, grad: Tensor, mu: Tensor, nu: Tensor, *rest: Any, to_param: Tensor, to_mu: Tensor, to_nu: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`adamw`, its results written into contiguous tensors; each may be the operand whose new value it takes."""
+    lr, step, b1, b2, eps, decay = rest
     for to, x in ((to_param, param), (to_mu, mu), (to_nu, nu)):
         if to.data_ptr() != x.data_ptr():
             to.copy_(x)
@@ -94,5 +85,5 @@ _library.define(
     "adamw.out(Tensor param, Tensor grad, Tensor mu, Tensor nu, Tensor lr, Tensor step, float b1, float b2, float eps, "
     "float decay, *, Tensor(a!) to_param, Tensor(b!) to_mu, Tensor(c!) to_nu) -> (Tensor(a!), Tensor(b!), Tensor(c!))"
 )
-_library.impl("adamw.out", adamw_into, "CompositeExplicitAutograd")
+_library.impl("adamw.out", _into, "CompositeExplicitAutograd")
 torch.library.register_fake("fx_feather::adamw", _shapes, lib=_library)

@@ -14,7 +14,7 @@ from fx_feather.deferred import Pending, deferred, started, values
 from fx_feather.models import llama
 from fx_feather.passes.interleave import interleave
 from fx_feather.passes.overlap import is_gather
-from fx_feather.program import BY_OP
+from fx_feather.program import BY_OP, Func
 
 CFG = llama.LlamaConfig(vocab=16, layers=4, embed=8, heads=2, kv_heads=2, mlp=16)
 BATCH = {name: torch.zeros(4, 4, dtype=torch.int64) for name in ("tokens", "targets", "positions")}
@@ -163,24 +163,31 @@ def test_a_deferred_call_starts_at_once_and_ends_where_it_is_used(reads: bool) -
     assert torch.equal(x, torch.tensor([1.0, 2.0, 3.0, 4.0]))
 
 
-def test_a_chain_of_collectives_is_not_deferred() -> None:
+def test_a_chain_of_collectives_can_not_wait() -> None:
     def build(call: Any, x: fx.Node) -> dict[str, fx.Node]:
-        first = call(fake_collective([], False), x)
-        return {"second": call(fake_collective([], False), first)}
+        return {"second": call(PSUM, call(aten.neg.default, call(PSUM, x, "tp", 2)), "tp", 2)}
 
-    assert deferred(graph_of(build)[0], {}) is None
+    assert not Func("chain", graph_of(build)[0]).can_wait()
+
+    def alone(call: Any, x: fx.Node) -> dict[str, fx.Node]:
+        return {"a": call(PSUM, x, "tp", 2), "b": call(PSUM, call(aten.neg.default, x), "tp", 2)}
+
+    assert Func("beside", graph_of(alone)[0]).can_wait()
 
 
-def test_where_memory_is_written_over_nothing_is_deferred() -> None:
-    def build(call: Any, x: fx.Node) -> dict[str, fx.Node]:
-        c = call(aten.neg.default, x)
-        w = call(aten.add.Tensor, call(fake_collective([], True), c), c)
-        call(aten.exp_.default, c)
-        return {"w": w, "c": c}
+def test_where_memory_is_written_over_nothing_waits() -> None:
+    def build(psum: Any) -> Any:
+        def inner(call: Any, x: fx.Node) -> dict[str, fx.Node]:
+            c = call(aten.neg.default, x)
+            w = call(aten.add.Tensor, call(psum, c, "tp", 2) if psum is PSUM else call(psum, c), c)
+            call(aten.exp_.default, c)
+            return {"w": w, "c": c}
 
-    graph, _ = graph_of(build)
+        return inner
+
+    assert not Func("writes", graph_of(build(PSUM))[0]).can_wait()
+    graph, _ = graph_of(build(fake_collective([], True)))
     before = [n.target for n in graph.nodes]
-    assert deferred(graph, {}) is None
     started(graph)
     assert [n.target for n in graph.nodes] == before
 
