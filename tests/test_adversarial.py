@@ -123,8 +123,8 @@ def test_a_device_that_is_not_there_is_refused_before_anything_runs_on_it(device
         _step(device=device)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is such a device")
-def test_cuda_is_refused_where_there_is_none() -> None:
+def test_cuda_is_refused_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ff.FeatherError, match="device is 'cuda'"):
         _step(device="cuda")
 

@@ -192,9 +192,7 @@ def test_a_killed_rank_ends_the_others(tmp_path) -> None:
 def test_a_stuck_rank_ends_the_others_within_the_timeout(tmp_path) -> None:
     ended = launch("stuck", 2, tmp_path, timeout_s=6, stuck=1)
     assert ended[1].code is None
-    # Once all is said, threads of gloo that still wait for the stuck rank may abort the process as it exits.
-    assert ended[0].code in (0, -6), ended[0].text
-    report = json.loads((tmp_path / "rank0.json").read_text())
+    (report,) = reports(tmp_path, ended[:1])
     text = five_parts(report["error"], "RankError")
     assert "section 'first' did not complete within 6 s" in text
     assert "FX_FEATHER_TIMEOUT=seconds" in text
