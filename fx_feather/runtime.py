@@ -17,6 +17,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 
 from .backend import build, computes, overwriting
+from .channel import Channel, connect
 from .collectives import Collective
 from .deferred import Pending, deferred, started, values
 from .errors import MeshError, RankError, fail, message
@@ -66,6 +67,7 @@ def _pause_at_exit() -> None:
 
 
 _groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
+_channels: dict[dist.ProcessGroup, Channel | None] = {}
 
 
 class Runtime:
@@ -127,6 +129,19 @@ class Runtime:
             made = [(g, dist.new_group(list(g), timeout=_timeout())) for g in key]
             _groups[key] = next(p for g, p in made if self.rank in g)
         return _groups[key]
+
+    def channel(self, group: dist.ProcessGroup) -> Channel | None:
+        """Shared memory of a process group, where its ranks are on one machine and their values on its CPU."""
+        if group not in _channels and self.device.type == "cpu":
+
+            def everyone(x: Any) -> list[Any]:
+                found: list[Any] = [None] * dist.get_world_size(group)
+                dist.all_gather_object(found, x, group)
+                return found
+
+            with self._peers("connecting ranks of one machine"):
+                _channels[group] = connect(dist.get_rank(group), everyone, _timeout().total_seconds())
+        return _channels.get(group)
 
     def compare(self, fingerprint: str) -> None:
         """Raises RankError when ranks are about to run different programs, which would hang without a word."""
@@ -230,7 +245,8 @@ class Runtime:
         static = {**dict(zip(c.static, n.args[at + 2 :], strict=False)), **n.kwargs}
         operand = n.args[:at]
         group = self.group(axes) if count > 1 and c.communicates else None
-        peers = Peers(self.mesh.group(self.rank, axes), self.mesh.index(self.rank, axes), self.device, group)
+        channel = self.channel(group) if group is not None else None
+        peers = Peers(self.mesh.group(self.rank, axes), self.mesh.index(self.rank, axes), self.device, group, channel)
         return bind(c.name, peers, static), operand
 
     @contextlib.contextmanager

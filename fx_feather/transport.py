@@ -1,4 +1,4 @@
-"""Transport: how one rank runs each collective with `torch.distributed`, on gloo or NCCL."""
+"""Transport: how one rank runs each collective: in shared memory, or by `torch.distributed` on gloo or NCCL."""
 
 import dataclasses
 import functools as ft
@@ -7,20 +7,15 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
+from .channel import Channel
 from .collectives import COLLECTIVES
+from .shared import Shared
 
 Static = dict[str, Any]
 #: Starts a collective, and gives what waits for its result.
 Start = Callable[[Tensor], Callable[[], Tensor]]
-
-#: Bytes up to which an all-reduce is two exchanges of parts. With 2 and 4 ranks these took 0.8 and 0.6 of the CPU time
-#: of gloo's own at 1 MB, and 1.05 and 1.2 of it at 4 MB.
-_EXCHANGED = 4 << 20
-#: Bytes, of all ranks together, up to which only the number of messages counts: each rank then sends all it has.
-_ONE_MESSAGE = 4 << 10
 
 # Later versions of torch give these two shorter names, and warn of the older ones.
 _gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,12 +31,14 @@ class Peers:
         index: this rank's place among them.
         device: where their values are.
         group: the process group; None for what only moves local values.
+        channel: shared memory of the group, if its ranks are on one machine and their values on its CPU.
     """
 
     ranks: list[int]
     index: int
     device: torch.device
     group: Any = None
+    channel: Channel | None = None
 
     def __len__(self) -> int:
         return len(self.ranks)
@@ -62,14 +59,9 @@ class Peers:
         return None if self.places is None else [self.places.index(i) for i in range(len(self))]
 
     @ft.cached_property
-    def exchanges(self) -> bool:
-        """Whether collectives are made of exchanges of parts, each rank with each: so on gloo.
-
-        Gloo's reduce-scatter is an all-reduce of which a part is kept, and its all-gather goes around a ring; its
-        all-to-all sends each part where it belongs. The bytes are those of a ring. Sums that are taken here are taken
-        in the order of the ranks, the same bits as in a simulation; an all-reduce of more than 4 MiB is left to gloo.
-        """
-        return dist.get_backend(self.group) == "gloo"
+    def shared(self) -> Shared | None:
+        """The collectives in shared memory."""
+        return None if self.channel is None else Shared(self.channel, self.places or range(len(self)))
 
 
 def bind(name: str, peers: Peers, static: Static) -> Callable[..., Tensor]:
@@ -124,11 +116,6 @@ def _after(work: Any, out: Tensor) -> Tensor:
     return out
 
 
-def _everywhere(x: Tensor, peers: Peers) -> Callable[[], Tensor]:
-    """Sends all of `x` to each rank; gives `[ranks, ...]`, ranks in rising order."""
-    return _exchange(x.expand(len(peers), *x.shape).contiguous(), peers)
-
-
 _REDUCTIONS: dict[str, tuple[Callable[..., Tensor], Any]] = {
     "psum": (torch.add, dist.ReduceOp.SUM),
     "pmax": (torch.maximum, dist.ReduceOp.MAX),
@@ -147,29 +134,13 @@ def _reduced(rows: Tensor, peers: Peers, name: str = "psum") -> Tensor:
 
 def _all_reduce(peers: Peers, static: Static, name: str, own: bool = False) -> Start:
     def start(x: Tensor) -> Callable[[], Tensor]:
-        size = x.numel() * x.element_size()
-        if peers.exchanges and size * len(peers) <= _ONE_MESSAGE:
-            whole = _everywhere(x, peers)
-            return lambda: _reduced(whole(), peers, name)
-        if peers.exchanges and size <= _EXCHANGED:
-            return _exchanged_twice(x, peers, name)
         out = x if own and x.is_contiguous() else copied(x)
+        if peers.shared:
+            return peers.shared.all_reduce(out, _REDUCTIONS[name][0])
         work = dist.all_reduce(out, op=_REDUCTIONS[name][1], group=peers.group, async_op=True)
         return lambda: _after(work, out)
 
     return start
-
-
-def _exchanged_twice(x: Tensor, peers: Peers, name: str) -> Callable[[], Tensor]:
-    """Each rank reduces one part for all."""
-    flat = F.pad(x.reshape(-1), (0, -x.numel() % len(peers)))
-    parts = _exchange(flat.view(len(peers), -1), peers)
-
-    def wait() -> Tensor:
-        whole = _everywhere(_reduced(parts(), peers, name), peers)()
-        return whole.view(-1)[: x.numel()].view(x.shape)
-
-    return wait
 
 
 def _all_gather(peers: Peers, static: Static) -> Start:
@@ -182,9 +153,8 @@ def _all_gather(peers: Peers, static: Static) -> Start:
         return flat.view(shape) if dim == 0 else flat.movedim(0, dim).reshape(shape).contiguous()
 
     def start(x: Tensor) -> Callable[[], Tensor]:
-        if peers.exchanges:
-            parts = _everywhere(x, peers)
-            return lambda: joined(parts())
+        if peers.shared:
+            return peers.shared.all_gather(x, dim)
         flat = x.new_empty((n, *x.shape))
         work = _gather_flat(flat.view(-1), x.contiguous().view(-1), group=peers.group, async_op=True)
         return lambda: joined(_after(work, flat))
@@ -196,12 +166,15 @@ def _reduce_scatter(peers: Peers, static: Static) -> Start:
     dim, n = static["dim"], len(peers)
 
     def start(x: Tensor) -> Callable[[], Tensor]:
+        if peers.shared:
+            return peers.shared.reduce_scatter(x, dim, torch.add)
         shape = list(x.shape)
         shape[dim] //= n
         rows = x.view(*x.shape[:dim], n, *shape[dim:]) if x.is_contiguous() else x.unflatten(dim, (n, shape[dim]))
         rows = rows.movedim(dim, 0)
         rows = (rows if peers.inverse is None else rows[peers.inverse]).contiguous()
-        if peers.exchanges:
+        if dist.get_backend(peers.group) == "gloo":
+            # Its own is an all-reduce of which a part is kept: twice the bytes.
             parts = _exchange(rows, peers)
             return lambda: _reduced(parts(), peers)
         out = x.new_empty(shape)
@@ -215,6 +188,8 @@ def _all_to_all(peers: Peers, static: Static) -> Start:
     split, concat, n = static["split_dim"], static["concat_dim"], len(peers)
 
     def start(x: Tensor) -> Callable[[], Tensor]:
+        if peers.shared:
+            return peers.shared.all_to_all(x, split, concat)
         parts = x.chunk(n, split)
         wait = _exchange(torch.stack(_in(parts, peers.inverse)), peers)
         return lambda: torch.cat(_in(wait().unbind(0), peers.places), concat)
@@ -228,8 +203,11 @@ def _in(parts: Sequence[Tensor], order: list[int] | None) -> list[Tensor]:
 
 def _ppermute(peers: Peers, static: Static) -> Start:
     pairs = list(zip(static["perm"][::2], static["perm"][1::2], strict=True))
+    source_of = {destination: source for source, destination in pairs}
 
     def start(x: Tensor) -> Callable[[], Tensor]:
+        if peers.shared:
+            return peers.shared.permute(x, source_of.get(peers.index), peers.index in source_of.values())
         x, out = x.contiguous(), x.new_zeros(x.shape)
         ops = []
         for source, destination in pairs:

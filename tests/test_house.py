@@ -20,8 +20,8 @@ ROOT = Path(__file__).resolve().parent.parent
 FLOORS = (
     {"errors"},
     {"settings", "sampling", "tree", "data", "metrics", "mesh", "backend", "garbage", "reuse", "identity", "heap"},
-    {"state", "deferred", "spec"},
-    {"initializers", "param"},
+    {"state", "deferred", "spec", "channel"},
+    {"initializers", "param", "shared"},
     {"layout"},
     {"collectives", "kernels"},
     {"rules"},

@@ -1,0 +1,229 @@
+"""Channels: memory that ranks on one machine share, and how they tell each other what is there to be read."""
+
+import collections
+import contextlib
+import functools as ft
+import math
+import mmap
+import os
+import socket
+import struct
+import tempfile
+import zlib
+from collections.abc import Callable, Generator, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .errors import RankError, fail
+
+#: Bytes that a rank shows to the others at a time; in each group it has two such places.
+PLACE_BYTES = 1 << 20
+#: Seconds that ranks wait for each other while they connect.
+_CONNECT_S = 30.0
+
+#: One rank's part in a collective. At each `yield` it has shown something; it goes on once all others have, too.
+Rounds = Generator[None, None, Tensor]
+
+
+class Channel:
+    """Memory that a group of ranks shares, and sockets by which they say that there is something to read.
+
+    In round `k` a rank writes to its place `k % 2`, tells the others so, waits until each of them has told it the
+    same, and reads what they wrote. Who hears of round `k + 1` knows that the sender has read round `k`; so a place is
+    written again only after all have read it, and no other messages are needed. A message says which collective it
+    belongs to. A rank that ends closes its sockets, which the others notice at once.
+
+    A collective that is started while another is under way begins when that one ends, in the same order on all ranks.
+
+    Attributes:
+        index: of this rank in the group.
+    """
+
+    def __init__(
+        self, index: int, memories: Sequence[mmap.mmap], sockets: dict[int, socket.socket], timeout_s: float
+    ) -> None:
+        self.index = index
+        self.place_bytes = len(memories[0]) // 2
+        self._bytes = [torch.frombuffer(m, dtype=torch.uint8) for m in memories]
+        self._sockets = sockets
+        limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
+        for s in sockets.values():
+            # The system's own limits: Python's would take a second call for each message.
+            s.setblocking(True)
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+            s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._under_way: collections.deque[_Call] = collections.deque()
+        self._round = 0
+        self._message = b""
+        self._views = ft.lru_cache(maxsize=4096)(self._view)
+
+    def __len__(self) -> int:
+        return len(self._bytes)
+
+    def places(self, what: str, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
+        """The places of a new round, that of each rank, as tensors of one shape and dtype."""
+        self._round += 1
+        views, tag = self._views(what, tuple(shape), dtype, self._round % 2)
+        self._message = struct.pack("=QI", self._round, tag)
+        return views
+
+    def _view(self, what: str, shape: tuple[int, ...], dtype: torch.dtype, place: int) -> tuple[list[Tensor], int]:
+        at, size = place * self.place_bytes, math.prod(shape) * dtype.itemsize
+        views = [x[at : at + size].view(dtype).view(shape) for x in self._bytes]
+        return views, zlib.crc32(repr((what, shape, dtype)).encode())
+
+    def start(self, rounds: Rounds) -> Callable[[], Tensor]:
+        """Begins a collective; gives what waits for its result."""
+        call = _Call(rounds)
+        self._under_way.append(call)
+        if len(self._under_way) == 1:
+            self._show()
+
+        def wait() -> Tensor:
+            while call.result is None:
+                self._hear()
+                self._show()
+            return call.result
+
+        return wait
+
+    def _show(self) -> None:
+        """Goes on with what is under way to the next place that is to be shown, and tells the others."""
+        while self._under_way:
+            call = self._under_way[0]
+            try:
+                next(call.rounds)
+            except StopIteration as end:
+                call.result = end.value
+                self._under_way.popleft()
+                continue
+            except BaseException:
+                # The others wait for what will not come.
+                self.close()
+                raise
+            for rank, s in self._sockets.items():
+                try:
+                    s.send(self._message)
+                except OSError as e:
+                    self._lost(rank, e)
+            return
+
+    def _hear(self) -> None:
+        """Waits until all others have shown what belongs to this round."""
+        for rank, s in self._sockets.items():
+            try:
+                heard = s.recv(len(self._message), socket.MSG_WAITALL)
+            except OSError as e:
+                self._lost(rank, e)
+            if heard != self._message:
+                if len(heard) < len(self._message):
+                    self._lost(rank, None)
+                self.close()
+                fail(
+                    RankError,
+                    call=f"a collective of {len(self)} ranks in shared memory",
+                    got="rank {} of them in round {}, collective {:08x}".format(rank, *struct.unpack("=QI", heard)),
+                    number="this one is in round {}, collective {:08x}".format(*struct.unpack("=QI", self._message)),
+                    rule="all ranks of a group run the same collectives, on values of the same shapes and dtypes",
+                    fix="run the same steps and calls on all ranks, in the same order",
+                )
+
+    def _lost(self, rank: int, error: OSError | None) -> None:
+        # Who waits for this rank learns of it now, not when its own time is over.
+        self.close()
+        if isinstance(error, BlockingIOError):
+            raise RuntimeError(f"Timed out waiting for rank {rank} of {len(self)} in shared memory") from error
+        raise RuntimeError(f"Connection closed by peer: rank {rank} of {len(self)} in shared memory") from error
+
+    def close(self) -> None:
+        """Ends the channel: whoever waits for this rank fails."""
+        for s in self._sockets.values():
+            s.close()
+
+
+class _Call:
+    def __init__(self, rounds: Rounds):
+        self.rounds = rounds
+        self.result: Tensor | None = None
+
+
+def connect(index: int, everyone: Callable[[Any], list[Any]], timeout_s: float) -> Channel | None:
+    """Makes a channel between the ranks of a group; every rank calls it.
+
+    Args:
+        index: of this rank in the group.
+        everyone: gives all ranks what each of them brought, in their order.
+        timeout_s: how long to wait for another rank in a collective, in seconds.
+
+    Returns:
+        None, on all ranks, unless all of them run on one Linux machine and reach each other there, or if one has
+        FX_FEATHER_SHARED_MEMORY=0 in its environment.
+    """
+    with contextlib.ExitStack() as stack:
+        door = stack.enter_context(_door())
+        paths = everyone(None if door is None else door.getsockname())
+        if door is None or None in paths:
+            return None
+        sockets: dict[int, socket.socket] = {}
+        own = -1
+        with contextlib.suppress(OSError):
+            own = os.memfd_create("fx_feather")
+            stack.callback(os.close, own)
+            os.truncate(own, 2 * PLACE_BYTES)
+            for k in range(index):
+                sockets[k] = s = socket.socket(socket.AF_UNIX)
+                s.settimeout(_CONNECT_S)
+                s.connect(paths[k])
+                _send_memory(s, index, own)
+        reached = len(sockets) == index and own >= 0
+        if not all(everyone(reached)):
+            for s in sockets.values():
+                s.close()
+            return None
+        memories = {index: mmap.mmap(own, 2 * PLACE_BYTES)}
+        try:
+            for _ in range(index + 1, len(paths)):
+                s, _address = door.accept()
+                s.settimeout(_CONNECT_S)
+                k, memory = _receive_memory(s)
+                sockets[k], memories[k] = s, memory
+                _send_memory(s, index, own)
+            for k in range(index):
+                _, memories[k] = _receive_memory(sockets[k])
+        except OSError as e:
+            raise RuntimeError(f"Connection closed by peer while ranks of one machine connect: {e}") from e
+    ranks = range(len(paths))
+    return Channel(index, [memories[k] for k in ranks], {k: sockets[k] for k in ranks if k != index}, timeout_s)
+
+
+@contextlib.contextmanager
+def _door() -> Iterator[socket.socket | None]:
+    """A socket that this user's other processes can call while it is there; None where there is no such thing."""
+    if os.environ.get("FX_FEATHER_SHARED_MEMORY") == "0" or not hasattr(os, "memfd_create"):
+        yield None
+        return
+    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as door:
+        door.settimeout(_CONNECT_S)
+        try:
+            door.bind(os.path.join(folder, "door"))
+            door.listen(1024)
+        except OSError:  # a path that is too long, or a file system without sockets
+            yield None
+        else:
+            yield door
+
+
+def _send_memory(s: socket.socket, index: int, memory: int) -> None:
+    socket.send_fds(s, [struct.pack("=I", index)], [memory])
+
+
+def _receive_memory(s: socket.socket) -> tuple[int, mmap.mmap]:
+    text, memories, _, _ = socket.recv_fds(s, 4, 1)
+    if not memories:
+        raise ConnectionResetError("a rank ended")
+    try:
+        return struct.unpack("=I", text)[0], mmap.mmap(memories[0], 2 * PLACE_BYTES)
+    finally:
+        os.close(memories[0])
