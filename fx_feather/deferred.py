@@ -55,7 +55,7 @@ def deferred(
                 env[n].target = n.target.start
     # What is being sent must not be written over meanwhile: it is handed on too.
     taken = {a for n in late for a in n.all_input_nodes if a not in late} | {o for o in outs if o not in late}
-    sent = {n.args[0] for n in starts if getattr(n.target.start, "reads", True)}
+    sent = {a for n in starts if getattr(n.target.start, "reads", True) for a in n.all_input_nodes}
     handed = [n for n in env if n in taken or n in sent]
     first.output([env[n] for n in handed])
     inner: dict[fx.Node, fx.Node] = {}
@@ -102,7 +102,7 @@ def started(graph: fx.Graph) -> None:
         first = min(n.users, key=index.__getitem__)
         with graph.inserting_before(first):
             # What is being sent must not be written over meanwhile: to wait is to use it once more.
-            wait = graph.call_function(_wait, (n, *(n.args if getattr(start, "reads", True) else ())))
+            wait = graph.call_function(_wait, (n, *(n.all_input_nodes if getattr(start, "reads", True) else ())))
         wait.meta = dict(n.meta)
         index[wait] = index[first]
         n.replace_all_uses_with(wait, delete_user_cb=lambda user, wait=wait: user is not wait)

@@ -26,7 +26,7 @@ from .mesh import Mesh
 from .program import BY_OP, Func, Section
 from .reuse import held_alone
 from .spec import Type, assemble
-from .transport import Peers, bind
+from .transport import Peers, bind, unbuffered
 
 #: Seconds that a rank waits for the others in a collective; the environment variable FX_FEATHER_TIMEOUT sets another.
 TIMEOUT_S = 600.0
@@ -223,6 +223,7 @@ class Runtime:
             for n in graph.nodes:
                 if n.target in BY_OP:
                     n.target, n.args, n.kwargs = *self._bind(BY_OP[n.target], n), {}
+            unbuffered(graph)
             # There is nothing to fuse where values are only moved, nor in what is one kernel already.
             form = overwriting(graph)
             eager = self.backend == "eager" or form is not None or not computes(graph)

@@ -15,11 +15,51 @@ Reduce = Callable[..., Tensor]
 Index = tuple[int | slice, ...]
 
 
+class Joined:
+    """Flat tensors joined along their one dim, as an operand that lies in no buffer of its own.
+
+    Args:
+        pieces: of one dtype.
+    """
+
+    def __init__(self, pieces: Sequence[Tensor]):
+        self.pieces = list(pieces)
+        self.dtype = pieces[0].dtype
+        self.shape = (sum(p.shape[0] for p in pieces),)
+
+    def __getitem__(self, at: Index) -> "Joined":
+        """A part of it, as `parts` gives them: an empty index, or one slice."""
+        if not at:
+            return self
+        start, stop, _ = at[0].indices(self.shape[0])  # type: ignore[union-attr]
+        found, begin = [], 0
+        for p in self.pieces:
+            a, b = max(start - begin, 0), min(stop - begin, p.shape[0])
+            if a < b:
+                found.append(p if b - a == p.shape[0] else p[a:b])
+            begin += p.shape[0]
+        return Joined(found or [self.pieces[0][:0]])
+
+
+Operand = Tensor | Joined
+
+
+def _fill(place: Tensor, x: Operand) -> None:
+    if isinstance(x, Tensor):
+        place.copy_(x)
+        return
+    at = 0
+    for p in x.pieces:
+        place[at : at + p.shape[0]].copy_(p)
+        at += p.shape[0]
+
+
 class Shared:
     """The collectives of some ranks over their channel: each gives, for the local operand, what waits for the result.
 
     Sums are taken in the order of the ranks, the same bits as in a simulation. Values are written from where they lie
-    into shared memory, and read from there to where they belong, in parts that fit.
+    into shared memory, and read from there to where they belong, in parts that fit. What is sent may be `Joined`: then
+    no buffer is made of it, the part of one rank is a vector, and dims are 0.
 
     Args:
         channel: of the group.
@@ -39,42 +79,44 @@ class Shared:
     def _parts(self, shape: Sequence[int], dtype: torch.dtype, copies: int = 1) -> Iterator[Index]:
         return parts(shape, self._channel.place_bytes // copies // dtype.itemsize)
 
-    def all_gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
+    def all_gather(self, x: Operand, dim: int) -> Callable[[], Tensor]:
         """The values of all ranks, joined along a dim."""
         return self._channel.start(self._all_gather(x, dim))
 
-    def _all_gather(self, x: Tensor, dim: int) -> Rounds:
+    def _all_gather(self, x: Operand, dim: int) -> Rounds:
         shape = list(x.shape)
         shape[dim] *= len(self._order)
         out = rows = None
         for at in self._parts(x.shape, x.dtype):
             part = x[at]
             places = self._places(f"all_gather {dim}", part.shape, x.dtype)
-            places[self._me].copy_(part)
+            _fill(places[self._me], part)
             yield
             if out is None or rows is None:
                 # Not before: what is gathered ahead takes no memory of this rank until it is waited for.
-                out = x.new_empty(shape)
+                out = torch.empty(shape, dtype=x.dtype)
                 rows = _rows(out, dim, len(self._order))
-                rows[self._me].copy_(x)
-            for p in self._others:
-                rows[p][at].copy_(places[p])
+            for row, place in zip(rows, places, strict=True):
+                row[at].copy_(place)
         assert out is not None
         return out
 
-    def reduce_scatter(self, x: Tensor, dim: int, reduce: Reduce) -> Callable[[], Tensor]:
-        """This rank's part, along a dim, of the reduction of all values."""
-        return self._channel.start(self._reduce_scatter(x, dim, reduce))
+    def reduce_scatter(self, x: Tensor | Sequence[Tensor], dim: int, reduce: Reduce) -> Callable[[], Tensor]:
+        """This rank's part, along a dim, of the reduction of all values: of `x`, or of `[ranks, n]` tensors as one."""
+        if isinstance(x, Tensor):
+            return self._channel.start(self._reduce_scatter(_rows(x, dim, len(self._order)), dim, reduce))
+        rows = [Joined(of_rank) for of_rank in zip(*x, strict=True)]
+        wait = self._channel.start(self._reduce_scatter(rows, dim, reduce))
+        return lambda: wait().unsqueeze(0)
 
-    def _reduce_scatter(self, x: Tensor, dim: int, reduce: Reduce) -> Rounds:
-        rows = _rows(x, dim, len(self._order))
-        out = None
-        for at in self._parts(rows.shape[1:], x.dtype, len(self._order)):
+    def _reduce_scatter(self, rows: Sequence[Operand] | Tensor, dim: int, reduce: Reduce) -> Rounds:
+        own, out = rows[self._me], None
+        for at in self._parts(own.shape, own.dtype, len(rows)):
             places = self._show_rows(f"reduce_scatter {dim}", [row[at] for row in rows])
             yield
             if out is None:
-                out = x.new_empty(rows.shape[1:])
-            _reduced(self._mine(places, rows[self._me][at]), out[at], reduce)
+                out = torch.empty(own.shape, dtype=own.dtype)
+            _reduced([place[self._me] for place in places], out[at], reduce)
         assert out is not None
         return out
 
@@ -95,48 +137,48 @@ class Shared:
             if out is None or came is None:
                 out = x.new_empty(shape)
                 came = _rows(out, concat_dim, n)
-                came[self._me].copy_(rows[self._me])
-            for p in self._others:
-                came[p][at].copy_(places[p][self._me])
+            for row, place in zip(came, places, strict=True):
+                row[at].copy_(place[self._me])
         assert out is not None
         return out
 
-    def all_reduce(self, x: Tensor, reduce: Reduce) -> Callable[[], Tensor]:
-        """The reduction of all values, written over `x`, which is contiguous."""
-        size = x.numel() * x.element_size()
-        alone = len(self._order) == 2 or size <= _ALONE_BYTES
-        return self._channel.start((self._reduce_all if alone else self._reduce_parts)(x, reduce))
+    def all_reduce(self, x: Operand, reduce: Reduce) -> Callable[[], Tensor]:
+        """The reduction of all values, written over `x` if that is a tensor, which then is contiguous."""
+        flat = x.view(-1) if isinstance(x, Tensor) else x
+        alone = len(self._order) == 2 or math.prod(x.shape) * x.dtype.itemsize <= _ALONE_BYTES
+        wait = self._channel.start((self._reduce_all if alone else self._reduce_parts)(flat, reduce))
+        return lambda: wait().view(x.shape)
 
-    def _reduce_all(self, x: Tensor, reduce: Reduce) -> Rounds:
-        flat = x.view(-1)
-        for at in self._parts(flat.shape, x.dtype):
-            part = flat[at]
-            places = self._places("all_reduce", part.shape, x.dtype)
-            places[self._me].copy_(part)
+    def _reduce_all(self, x: Operand, reduce: Reduce) -> Rounds:
+        out = x if isinstance(x, Tensor) else torch.empty(x.shape, dtype=x.dtype)
+        for at in self._parts(x.shape, x.dtype):
+            places = self._places(reduce.__name__, out[at].shape, x.dtype)
+            _fill(places[self._me], x[at])
             yield
-            _reduced(places, part, reduce)
-        return x
+            _reduced(places, out[at], reduce)
+        return out
 
-    def _reduce_parts(self, x: Tensor, reduce: Reduce) -> Rounds:
+    def _reduce_parts(self, x: Operand, reduce: Reduce) -> Rounds:
         """Each rank reduces one part for all: fewer bytes to read, and twice the rounds."""
-        n, flat = len(self._order), x.view(-1)
-        most = n * (self._channel.place_bytes // n // x.element_size())
-        for at in parts(flat.shape, most):
-            whole = flat[at]
-            size = -(-whole.numel() // n)
-            rows = [whole[p * size : (p + 1) * size] for p in range(n)]  # the last ones may be shorter, or empty
-            places = self._places("all_reduce", (n, size), x.dtype)
-            for p in self._others:
-                places[self._me][p][: len(rows[p])].copy_(rows[p])
+        n = len(self._order)
+        out = x if isinstance(x, Tensor) else torch.empty(x.shape, dtype=x.dtype)
+        most = n * (self._channel.place_bytes // n // x.dtype.itemsize)
+        for at in parts(x.shape, most):
+            whole, of_out = x[at], out[at]
+            size = -(-of_out.shape[0] // n)
+            cuts = [(slice(p * size, (p + 1) * size),) for p in range(n)]  # the last ones may be shorter, or empty
+            places = self._places(reduce.__name__, (n, size), x.dtype)
+            for row, cut in zip(places[self._me], cuts, strict=True):
+                part = whole[cut]
+                _fill(row[: part.shape[0]], part)
             yield
-            own, k = rows[self._me], len(rows[self._me])
-            shown = self._places("all_reduce: all", (size,), x.dtype)
-            _reduced([x[:k] for x in self._mine(places, own)], shown[self._me][:k], reduce)
-            own.copy_(shown[self._me][:k])
+            shown = self._places("reduced", (size,), x.dtype)
+            _reduced([place[self._me] for place in places], shown[self._me], reduce)
             yield
-            for p in self._others:
-                rows[p].copy_(shown[p][: len(rows[p])])
-        return x
+            for cut, place in zip(cuts, shown, strict=True):
+                row = of_out[cut]
+                row.copy_(place[: row.shape[0]])
+        return out
 
     def permute(self, x: Tensor, source: int | None, sends: bool) -> Callable[[], Tensor]:
         """The value of one rank, zeros if there is none."""
@@ -157,16 +199,12 @@ class Shared:
         assert out is not None
         return out
 
-    def _show_rows(self, what: str, rows: Sequence[Tensor]) -> list[Tensor]:
-        """The places of a new round in which this one shows each other rank the row that is meant for it."""
+    def _show_rows(self, what: str, rows: Sequence[Operand]) -> list[Tensor]:
+        """The places of a new round in which this rank shows each the row that is meant for it."""
         places = self._places(what, (len(rows), *rows[0].shape), rows[0].dtype)
-        for p in self._others:
-            places[self._me][p].copy_(rows[p])
+        for place, row in zip(places[self._me], rows, strict=True):
+            _fill(place, row)
         return places
-
-    def _mine(self, places: Sequence[Tensor], own: Tensor) -> list[Tensor]:
-        """What each rank shows to this one, and its own value in its place."""
-        return [own if p == self._me else place[self._me] for p, place in enumerate(places)]
 
 
 def _reduced(values: Sequence[Tensor], out: Tensor, reduce: Reduce) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, fx
 
 from .channel import Channel
 from .collectives import COLLECTIVES
-from .shared import Shared
+from .shared import Joined, Shared
 
 Static = dict[str, Any]
 #: Starts a collective, and gives what waits for its result.
@@ -67,7 +67,7 @@ class Peers:
 def bind(name: str, peers: Peers, static: Static) -> Callable[..., Tensor]:
     """The function that runs a collective for one rank, from its local operand to its local result.
 
-    Its attributes are those that `reuse` and `deferred` read.
+    Its attributes are those that `reuse`, `deferred` and `unbuffered` read.
     """
     if len(peers) == 1:
         reference = COLLECTIVES[name].reference
@@ -79,6 +79,8 @@ def bind(name: str, peers: Peers, static: Static) -> Callable[..., Tensor]:
         run.in_place = _waiting(name, _all_reduce(peers, static, name, own=True), True)
         run.start.reads = False
         run.start.in_place = run.in_place.start
+    if peers.shared and name in _JOINED and static.get("dim", 0) == 0:
+        run.joined = _waiting(name, ft.partial(_JOINED[name], peers.shared), True)
     return run
 
 
@@ -130,6 +132,34 @@ def _reduced(rows: Tensor, peers: Peers, name: str = "psum") -> Tensor:
     for row in rest:
         reduce(out, row, out=out)
     return out
+
+
+#: Collectives along dim 0 of tensors that stand side by side along the last dim, of which no buffer is made.
+_JOINED: dict[str, Callable[..., Callable[[], Tensor]]] = {
+    "psum": lambda shared, xs: shared.all_reduce(Joined(xs), torch.add),
+    "all_gather": lambda shared, xs: shared.all_gather(Joined(xs), 0),
+    "reduce_scatter": lambda shared, xs: shared.reduce_scatter(xs, 0, torch.add),
+}
+#: Dims of what such a collective takes.
+_JOINED_DIMS = {"psum": 1, "all_gather": 1, "reduce_scatter": 2}
+
+
+def unbuffered(graph: fx.Graph) -> None:
+    """Edits a graph in place: a collective of values that are joined for it alone takes them as they lie.
+
+    Keeps results bit for bit.
+    """
+    for n in list(graph.nodes):
+        joined = getattr(n.target, "joined", None)
+        if joined is None:
+            continue
+        (cat,) = n.args
+        dims = _JOINED_DIMS[joined.__name__]
+        if cat.target is not torch.ops.aten.cat.default or len(cat.users) > 1 or cat.meta["val"].ndim != dims:
+            continue
+        if dims == 1 or (*cat.args, *cat.kwargs.values())[1:] in ((1,), (-1,)):
+            n.target, n.args = joined, (list(cat.args[0]),)
+            graph.erase_node(cat)
 
 
 def _all_reduce(peers: Peers, static: Static, name: str, own: bool = False) -> Start:

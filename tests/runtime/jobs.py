@@ -99,9 +99,10 @@ def static_arguments(name: str, n: int) -> Iterator[dict[str, Any]]:
 
 def collectives() -> dict[str, Any]:
     """Each collective of the table on real ranks against its reference; what differs, by name and arguments."""
+    shared = os.environ.get("FX_FEATHER_SHARED_MEMORY") != "0"
     mesh, wrong, tried = ff.Mesh(a=2, b=2), [], []
     run = Runtime(mesh, "cpu")
-    # Few bytes, some, and more than are exchanged in parts; of the latter one shape is enough.
+    # Few bytes, some, and more than are shown at a time; of the latter one shape is enough.
     # A dim of size 1 is joined by a view, if nobody sees to it that the result is in order.
     shapes = [(4, 4, 4), (4, 4, 60), (4, 4, 40000), (4, 1, 4)]
     for c, shape in itertools.product(COLLECTIVES.values(), shapes):
@@ -123,9 +124,9 @@ def collectives() -> dict[str, Any]:
                     else:
                         want = torch.tensor(mesh.index(RANK, axes))
                     fine = got.shape == want.shape and torch.equal(got, want.contiguous()) and got.is_contiguous()
-                    # Of many bytes gloo takes the sum, in an order of its own.
-                    close = size > 10_000 and torch.allclose(got, want, rtol=1e-14, atol=1e-14)
-                    if not fine and not (c.reduces and close):
+                    # Gloo takes sums in an order of its own.
+                    close = c.reduces and not shared and torch.allclose(got, want, rtol=1e-14, atol=1e-14)
+                    if not fine and not close:
                         wrong.append(f"{c.name} over {axes} with {static}")
                     tried.append(c.name)
     return {"wrong": wrong, "tried": {name: tried.count(name) for name in dict.fromkeys(tried)}}
@@ -200,6 +201,11 @@ def refusals() -> dict[str, Any]:
     found["used_twice"] = caught(step, used, good)
     found["loss_then"] = step(state, good)[1]["loss"]
     return found
+
+
+def plain(out: Path) -> dict[str, Any]:
+    """Ranks that don't see each other's memory."""
+    return {"collectives": collectives(), "fsdp_tp_sp": train("fsdp_tp_sp", out)}
 
 
 def world_of_four(out: Path) -> dict[str, Any]:

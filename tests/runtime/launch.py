@@ -22,7 +22,14 @@ class Ended:
 
 
 def launch(
-    job: str, ranks: int, out: Path, limit_s: float = 280, timeout_s: float = 120, stuck: int = 0, missing: int = 0
+    job: str,
+    ranks: int,
+    out: Path,
+    limit_s: float = 280,
+    timeout_s: float = 120,
+    stuck: int = 0,
+    missing: int = 0,
+    **variables: str,
 ) -> list[Ended]:
     """Runs a job of `tests.runtime.jobs` on several ranks of one gloo world.
 
@@ -34,6 +41,7 @@ def launch(
         timeout_s: seconds that a rank waits for the others in a collective.
         missing: ranks, the last ones, that are never started.
         stuck: ranks that never end, so that they are killed as soon as all others have ended.
+        variables: of their environment.
     """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -46,6 +54,7 @@ def launch(
         "OMP_NUM_THREADS": "1",
         "CUDA_VISIBLE_DEVICES": "",
         "FX_FEATHER_TIMEOUT": str(timeout_s),
+        **variables,
     }
     command = [sys.executable, "-m", "tests.runtime.jobs", job, str(out)]
     logs = [out / f"log{r}.txt" for r in range(ranks - missing)]

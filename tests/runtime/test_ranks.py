@@ -1,4 +1,4 @@
-"""Real ranks, a process each, over gloo: they give what `simulate` gives, and one that fails stops the others."""
+"""Real ranks, a process each, over shared memory or gloo: they give what `simulate` gives; a failure stops them all."""
 
 import json
 import math
@@ -46,10 +46,23 @@ def assembled(out: Path, name: str, ranks: int, types: list[ff.Type], mesh: ff.M
     return [assemble([p[str(i)] for p in parts], t, mesh) for i, t in enumerate(types)]
 
 
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    out = tmp_path_factory.mktemp("plain")
+    return out, reports(out, launch("plain", 4, out, FX_FEATHER_SHARED_MEMORY="0"))
+
+
 @pytest.mark.parametrize("name", COMPOSITIONS)
 def test_ranks_train_as_simulated(name, request) -> None:
+    trained_as_simulated(name, *request.getfixturevalue("two" if COMPOSITIONS[name].mesh.size == 2 else "four"))
+
+
+def test_ranks_without_shared_memory_train_as_simulated(plain) -> None:
+    trained_as_simulated("fsdp_tp_sp", *plain)
+
+
+def trained_as_simulated(name: str, out: Path, found: list[dict[str, Any]]) -> None:
     c = COMPOSITIONS[name]
-    out, found = request.getfixturevalue("two" if c.mesh.size == 2 else "four")
     step = c.step()
     state = step.init(seed=3)
     for i in range(STEPS):
@@ -95,8 +108,9 @@ def test_one_call_takes_whole_values_on_ranks_and_in_one_process(two) -> None:
             assert a == pytest.approx(b, rel=1e-12, abs=1e-14)
 
 
-def test_every_collective_is_its_reference(four) -> None:
-    _, found = four
+@pytest.mark.parametrize("world", ["four", "plain"])
+def test_every_collective_is_its_reference(world, request) -> None:
+    _, found = request.getfixturevalue(world)
     for report in found:
         assert not report["collectives"]["wrong"]
         assert min(report["collectives"]["tried"].values()) >= 4
