@@ -11,7 +11,7 @@ import struct
 import tempfile
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,8 +23,9 @@ PLACE_BYTES = 1 << 20
 #: Seconds that ranks wait for each other while they connect.
 _CONNECT_S = 30.0
 
+T = TypeVar("T")
 #: One rank's part in a collective. At each `yield` it has shown something; it goes on once all others have, too.
-Rounds = Generator[None, None, Tensor]
+Rounds = Generator[None, None, T]
 
 
 class Channel:
@@ -54,7 +55,7 @@ class Channel:
             s.setblocking(True)
             s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
             s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
-        self._under_way: collections.deque[_Call] = collections.deque()
+        self._under_way: collections.deque[_Call[Any]] = collections.deque()
         self._round = 0
         self._message = b""
         self._views = ft.lru_cache(maxsize=4096)(self._view)
@@ -74,14 +75,14 @@ class Channel:
         views = [x[at : at + size].view(dtype).view(shape) for x in self._bytes]
         return views, zlib.crc32(repr((what, shape, dtype)).encode())
 
-    def start(self, rounds: Rounds) -> Callable[[], Tensor]:
+    def start(self, rounds: Rounds[T]) -> Callable[[], T]:
         """Begins a collective; gives what waits for its result."""
         call = _Call(rounds)
         self._under_way.append(call)
         if len(self._under_way) == 1:
             self._show()
 
-        def wait() -> Tensor:
+        def wait() -> T:
             while call.result is None:
                 self._hear()
                 self._show()
@@ -143,10 +144,10 @@ class Channel:
             s.close()
 
 
-class _Call:
-    def __init__(self, rounds: Rounds):
+class _Call(Generic[T]):
+    def __init__(self, rounds: Rounds[T]):
         self.rounds = rounds
-        self.result: Tensor | None = None
+        self.result: T | None = None
 
 
 def connect(index: int, everyone: Callable[[Any], list[Any]], timeout_s: float) -> Channel | None:

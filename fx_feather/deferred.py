@@ -7,7 +7,7 @@ import torch
 from torch import fx
 
 from .backend import taking_list
-from .reuse import reuse
+from .reuse import made_inside, reuse
 
 
 @dataclasses.dataclass
@@ -53,9 +53,10 @@ def deferred(
             env[n] = first.node_copy(n, env.__getitem__)
             if n in starts:
                 env[n].target = n.target.start
-    # What is being sent must not be written over meanwhile: it is handed on too.
+    # What is being sent must not be written over meanwhile: it is handed on too. What came in never is.
+    made = made_inside(graph)
     taken = {a for n in late for a in n.all_input_nodes if a not in late} | {o for o in outs if o not in late}
-    sent = {a for n in starts if getattr(n.target.start, "reads", True) for a in n.all_input_nodes}
+    sent = {a for n in starts if getattr(n.target.start, "reads", True) for a in n.all_input_nodes if a in made}
     handed = [n for n in env if n in taken or n in sent]
     first.output([env[n] for n in handed])
     inner: dict[fx.Node, fx.Node] = {}

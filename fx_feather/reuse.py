@@ -83,6 +83,14 @@ def reuse(graph: fx.Graph) -> None:
             sharing.setdefault(root, []).append(n)
 
 
+def made_inside(graph: fx.Graph) -> set[fx.Node]:
+    """The nodes whose memory was made in this graph, so that `reuse` may write over it."""
+    owner: dict[fx.Node, fx.Node | None] = {}
+    for n in graph.nodes:
+        owner[n] = _owner(n, owner)
+    return {n for n, root in owner.items() if root is not None}
+
+
 def _operands(n: fx.Node) -> list[fx.Node]:
     """All nodes among the arguments, one for each time it stands there."""
     found: list[fx.Node] = []
@@ -95,7 +103,7 @@ def _owner(n: fx.Node, owner: dict[fx.Node, fx.Node | None]) -> fx.Node | None:
     if n.target is operator.getitem:
         return owner.get(n.args[0])  # one of several views, such as a part that `split` gives
     if getattr(n.target, "fresh", False):
-        return n
+        return n if isinstance(n.meta.get("val"), torch.Tensor) else None
     if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload) or n.target.namespace != "aten":
         return None
     written = [a.name for a in n.target._schema.arguments if a.is_out]

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .backend import build, computes, overwriting
 from .channel import Channel, connect
@@ -270,8 +271,9 @@ class Runtime:
             raise RankError(parts) from e
 
 
-def _memory(x: torch.Tensor) -> int:
-    return x.untyped_storage().data_ptr()
+def _memory(x: torch.Tensor) -> StorageWeakRef:
+    # Not an address: what is allocated where something was freed would be taken for it.
+    return StorageWeakRef(x.untyped_storage())
 
 
 _PEER_WORDS = (

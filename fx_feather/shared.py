@@ -58,8 +58,7 @@ class Shared:
     """The collectives of some ranks over their channel: each gives, for the local operand, what waits for the result.
 
     Sums are taken in the order of the ranks, the same bits as in a simulation. Values are written from where they lie
-    into shared memory, and read from there to where they belong, in parts that fit. What is sent may be `Joined`: then
-    no buffer is made of it, the part of one rank is a vector, and dims are 0.
+    into shared memory, and read from there to where they belong, in parts that fit.
 
     Args:
         channel: of the group.
@@ -79,11 +78,11 @@ class Shared:
     def _parts(self, shape: Sequence[int], dtype: torch.dtype, copies: int = 1) -> Iterator[Index]:
         return parts(shape, self._channel.place_bytes // copies // dtype.itemsize)
 
-    def all_gather(self, x: Operand, dim: int) -> Callable[[], Tensor]:
+    def all_gather(self, x: Tensor, dim: int) -> Callable[[], Tensor]:
         """The values of all ranks, joined along a dim."""
         return self._channel.start(self._all_gather(x, dim))
 
-    def _all_gather(self, x: Operand, dim: int) -> Rounds:
+    def _all_gather(self, x: Operand, dim: int) -> Rounds[Tensor]:
         shape = list(x.shape)
         shape[dim] *= len(self._order)
         out = rows = None
@@ -101,15 +100,11 @@ class Shared:
         assert out is not None
         return out
 
-    def reduce_scatter(self, x: Tensor | Sequence[Tensor], dim: int, reduce: Reduce) -> Callable[[], Tensor]:
-        """This rank's part, along a dim, of the reduction of all values: of `x`, or of `[ranks, n]` tensors as one."""
-        if isinstance(x, Tensor):
-            return self._channel.start(self._reduce_scatter(_rows(x, dim, len(self._order)), dim, reduce))
-        rows = [Joined(of_rank) for of_rank in zip(*x, strict=True)]
-        wait = self._channel.start(self._reduce_scatter(rows, dim, reduce))
-        return lambda: wait().unsqueeze(0)
+    def reduce_scatter(self, x: Tensor, dim: int, reduce: Reduce) -> Callable[[], Tensor]:
+        """This rank's part, along a dim, of the reduction of all values."""
+        return self._channel.start(self._reduce_scatter(_rows(x, dim, len(self._order)), dim, reduce))
 
-    def _reduce_scatter(self, rows: Sequence[Operand] | Tensor, dim: int, reduce: Reduce) -> Rounds:
+    def _reduce_scatter(self, rows: Sequence[Operand] | Tensor, dim: int, reduce: Reduce) -> Rounds[Tensor]:
         own, out = rows[self._me], None
         for at in self._parts(own.shape, own.dtype, len(rows)):
             places = self._show_rows(f"reduce_scatter {dim}", [row[at] for row in rows])
@@ -124,7 +119,7 @@ class Shared:
         """Parts along one dim, each sent to a rank, and what comes from all of them joined along another."""
         return self._channel.start(self._all_to_all(x, split_dim, concat_dim))
 
-    def _all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Rounds:
+    def _all_to_all(self, x: Tensor, split_dim: int, concat_dim: int) -> Rounds[Tensor]:
         n = len(self._order)
         shape = list(x.shape)
         shape[split_dim] //= n
@@ -142,14 +137,61 @@ class Shared:
         assert out is not None
         return out
 
-    def all_reduce(self, x: Operand, reduce: Reduce) -> Callable[[], Tensor]:
-        """The reduction of all values, written over `x` if that is a tensor, which then is contiguous."""
-        flat = x.view(-1) if isinstance(x, Tensor) else x
-        alone = len(self._order) == 2 or math.prod(x.shape) * x.dtype.itemsize <= _ALONE_BYTES
-        wait = self._channel.start((self._reduce_all if alone else self._reduce_parts)(flat, reduce))
+    def all_reduce(self, x: Tensor, reduce: Reduce) -> Callable[[], Tensor]:
+        """The reduction of all values, written over `x`, which is contiguous."""
+        wait = self._channel.start(self._all_reduce(x.view(-1), reduce))
         return lambda: wait().view(x.shape)
 
-    def _reduce_all(self, x: Operand, reduce: Reduce) -> Rounds:
+    def _all_reduce(self, x: Operand, reduce: Reduce) -> Rounds[Tensor]:
+        alone = len(self._order) == 2 or x.shape[0] * x.dtype.itemsize <= _ALONE_BYTES
+        return (self._reduce_all if alone else self._reduce_parts)(x, reduce)
+
+    def many_all_reduce(self, xs: list[Tensor], reduce: Reduce) -> Callable[[], list[Tensor]]:
+        """The reductions of `[n]` tensors of one dtype, in as few messages as if they were one."""
+        return self._many(xs, lambda group: self._all_reduce(Joined(group), reduce), [])
+
+    def many_all_gather(self, xs: list[Tensor]) -> Callable[[], list[Tensor]]:
+        """For each of some `[n]` tensors the values of all ranks, `[ranks, n]`."""
+        return self._many(xs, lambda group: self._all_gather(Joined(group), 0), [len(self._order)])
+
+    def many_reduce_scatter(self, xs: list[Tensor], reduce: Reduce) -> Callable[[], list[Tensor]]:
+        """For each of some `[ranks, n]` tensors this rank's row of the reduction, `[n]`."""
+
+        def of_group(group: list[Tensor]) -> Rounds[Tensor]:
+            return self._reduce_scatter([Joined(of_rank) for of_rank in zip(*group, strict=True)], 0, reduce)
+
+        return self._many(xs, of_group, [])
+
+    def _many(
+        self, xs: list[Tensor], collective: Callable[[list[Tensor]], Rounds[Tensor]], lead: list[int]
+    ) -> Callable[[], list[Tensor]]:
+        # A group fills a place. Its operands are let go before the results of the next are made.
+        groups: list[list[Tensor]] = [[]]
+        room = self._channel.place_bytes
+        for x in xs:
+            if room <= 0:
+                groups.append([])
+                room = self._channel.place_bytes
+            groups[-1].append(x)
+            room -= x.numel() * x.element_size()
+        xs.clear()
+        groups.reverse()
+
+        def rounds() -> Rounds[list[Tensor]]:
+            out: list[Tensor] = []
+            while groups:
+                group = groups.pop()
+                sizes = [x.shape[-1] for x in group]
+                under_way = collective(group)
+                del group
+                whole = yield from under_way
+                del under_way
+                out += whole.view(*lead, sum(sizes)).split(sizes, -1)
+            return out
+
+        return self._channel.start(rounds())
+
+    def _reduce_all(self, x: Operand, reduce: Reduce) -> Rounds[Tensor]:
         out = x if isinstance(x, Tensor) else torch.empty(x.shape, dtype=x.dtype)
         for at in self._parts(x.shape, x.dtype):
             places = self._places(reduce.__name__, out[at].shape, x.dtype)
@@ -158,7 +200,7 @@ class Shared:
             _reduced(places, out[at], reduce)
         return out
 
-    def _reduce_parts(self, x: Operand, reduce: Reduce) -> Rounds:
+    def _reduce_parts(self, x: Operand, reduce: Reduce) -> Rounds[Tensor]:
         """Each rank reduces one part for all: fewer bytes to read, and twice the rounds."""
         n = len(self._order)
         out = x if isinstance(x, Tensor) else torch.empty(x.shape, dtype=x.dtype)
@@ -184,7 +226,7 @@ class Shared:
         """The value of one rank, zeros if there is none."""
         return self._channel.start(self._permute(x, source, sends))
 
-    def _permute(self, x: Tensor, source: int | None, sends: bool) -> Rounds:
+    def _permute(self, x: Tensor, source: int | None, sends: bool) -> Rounds[Tensor]:
         out = None
         for at in self._parts(x.shape, x.dtype):
             part = x[at]

@@ -11,7 +11,9 @@ from torch import Tensor, fx
 
 from .channel import Channel
 from .collectives import COLLECTIVES
-from .shared import Joined, Shared
+from .shared import Shared
+
+aten = torch.ops.aten
 
 Static = dict[str, Any]
 #: Starts a collective, and gives what waits for its result.
@@ -79,8 +81,8 @@ def bind(name: str, peers: Peers, static: Static) -> Callable[..., Tensor]:
         run.in_place = _waiting(name, _all_reduce(peers, static, name, own=True), True)
         run.start.reads = False
         run.start.in_place = run.in_place.start
-    if peers.shared and name in _JOINED and static.get("dim", 0) == 0:
-        run.joined = _waiting(name, ft.partial(_JOINED[name], peers.shared), True)
+    if peers.shared and name in _MANY and static.get("dim", 0) == 0:
+        run.many = _waiting(name, ft.partial(_MANY[name], peers.shared), True)
     return run
 
 
@@ -93,7 +95,7 @@ def _fresh(name: str, fn: Callable[..., Any]) -> Any:
     return run
 
 
-def _waiting(name: str, start: Start, communicates: bool) -> Any:
+def _waiting(name: str, start: Callable[..., Callable[[], Any]], communicates: bool) -> Any:
     run = _fresh(name, lambda x: start(x)())
     if communicates:
         run.start = _fresh(f"start_{name}", start)
@@ -134,32 +136,36 @@ def _reduced(rows: Tensor, peers: Peers, name: str = "psum") -> Tensor:
     return out
 
 
-#: Collectives along dim 0 of tensors that stand side by side along the last dim, of which no buffer is made.
-_JOINED: dict[str, Callable[..., Callable[[], Tensor]]] = {
-    "psum": lambda shared, xs: shared.all_reduce(Joined(xs), torch.add),
-    "all_gather": lambda shared, xs: shared.all_gather(Joined(xs), 0),
-    "reduce_scatter": lambda shared, xs: shared.reduce_scatter(xs, 0, torch.add),
+_MANY: dict[str, Callable[[Shared, list[Tensor]], Callable[[], list[Tensor]]]] = {
+    "psum": lambda shared, xs: shared.many_all_reduce(xs, torch.add),
+    "all_gather": Shared.many_all_gather,
+    "reduce_scatter": lambda shared, xs: shared.many_reduce_scatter(xs, torch.add),
 }
-#: Dims of what such a collective takes.
-_JOINED_DIMS = {"psum": 1, "all_gather": 1, "reduce_scatter": 2}
 
 
 def unbuffered(graph: fx.Graph) -> None:
-    """Edits a graph in place: a collective of values that are joined for it alone takes them as they lie.
+    """Edits a graph in place: a collective of values that are joined for it and split after it takes them as they lie.
 
     Keeps results bit for bit.
     """
     for n in list(graph.nodes):
-        joined = getattr(n.target, "joined", None)
-        if joined is None:
+        many = getattr(n.target, "many", None)
+        if many is None or len(n.users) != 1:
             continue
-        (cat,) = n.args
-        dims = _JOINED_DIMS[joined.__name__]
-        if cat.target is not torch.ops.aten.cat.default or len(cat.users) > 1 or cat.meta["val"].ndim != dims:
+        (cat,), (after,) = n.args, n.users
+        split = next(iter(after.users)) if after.target is aten.view.default and len(after.users) == 1 else after
+        if cat.target is not aten.cat.default or split.target is not aten.split_with_sizes.default:
             continue
-        if dims == 1 or (*cat.args, *cat.kwargs.values())[1:] in ((1,), (-1,)):
-            n.target, n.args = joined, (list(cat.args[0]),)
-            graph.erase_node(cat)
+        joined, source = cat.meta["val"], split.args[0].meta["val"]
+        sizes = [x.meta["val"].shape[-1] for x in cat.args[0]]
+        last = (*cat.args[1:], 0)[0] % joined.ndim == joined.ndim - 1, (*split.args[2:], 0)[0] % source.ndim
+        dims = 2 if many.__name__ == "all_gather" else 1
+        if len(cat.users) > 1 or split.args[1] != sizes or last != (True, dims - 1) or source.ndim != dims:
+            continue
+        n.target, n.args, n.meta = many, (list(cat.args[0]),), dict(split.meta)
+        split.replace_all_uses_with(n)
+        for x in dict.fromkeys((split, after, cat)):
+            graph.erase_node(x)
 
 
 def _all_reduce(peers: Peers, static: Static, name: str, own: bool = False) -> Start:

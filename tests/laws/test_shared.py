@@ -148,21 +148,23 @@ def test_equals_the_reference(n: int, groups: Any, data: st.DataObject) -> None:
 @pytest.mark.parametrize("n", [2, 3, 4])
 @settings(deadline=None)
 @given(data=st.data())
-def test_side_by_side_equals_joined(n: int, groups: Any, data: st.DataObject) -> None:
-    """Operands that are never put into one buffer give what the buffer would."""
+def test_many_equal_one_after_another(n: int, groups: Any, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["psum", "all_gather", "reduce_scatter"]))
-    sizes = data.draw(st.lists(st.integers(0, 90), min_size=1, max_size=5))
+    sizes = data.draw(st.lists(st.integers(0, 90), min_size=1, max_size=6))
     rows = [n] if name == "reduce_scatter" else []
     values = [[torch.randn(*rows, s, dtype=torch.float64) for s in sizes] for _ in range(n)]
     static = {} if name == "psum" else {"dim": 0}
-    want = lockstep(name, [torch.cat(v, -1) for v in values], Mesh(x=n), "x", **static)
+    want = [lockstep(name, list(of_all), Mesh(x=n), "x", **static) for of_all in zip(*values, strict=True)]
 
-    def work(rank: int, everyone: Any) -> Tensor:
-        return bind(name, Peers(list(range(n)), rank, CPU, None, groups[n][rank]), static).joined(values[rank])
+    def work(rank: int, everyone: Any) -> list[Tensor]:
+        run = bind(name, Peers(list(range(n)), rank, CPU, None, groups[n][rank]), static)
+        return run.many(list(values[rank]))
 
-    for got, x in zip(together(n, work), want, strict=True):
-        assert isinstance(got, Tensor), got
-        assert torch.equal(got, x)
+    for rank, got in enumerate(together(n, work)):
+        assert isinstance(got, list), got
+        for x, of_all in zip(got, want, strict=True):
+            assert torch.equal(x, of_all[rank].view(x.shape))
+            assert x.shape[-1:] == (of_all[rank].numel() // (n if name == "all_gather" else 1),)
 
 
 @settings(deadline=None)
