@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,6 +11,8 @@ from .channel import Channel, Rounds
 
 #: Bytes of a value up to which each rank reduces all of it, whatever the number of ranks.
 _ALONE_BYTES = 32 << 10
+#: Places that values fill, at least, which are sent as if they were one.
+_PLACES = 4
 
 Reduce = Callable[..., Tensor]
 Index = tuple[int | slice, ...]
@@ -40,8 +43,17 @@ class Joined:
             begin += p.shape[0]
         return Joined(found or [self.pieces[0][:0]])
 
+    def __len__(self) -> int:
+        return self.shape[0]
+
 
 Operand = Tensor | Joined
+
+
+def _cut(x: Operand, n: int) -> list[Any]:
+    """Parts of a vector, of which the last may be shorter, or empty."""
+    size = -(-x.shape[0] // n)
+    return [x[(slice(p * size, (p + 1) * size),)] for p in range(n)]
 
 
 def _fill(place: Tensor, x: Operand) -> None:
@@ -165,13 +177,13 @@ class Shared:
     def _many(
         self, xs: list[Tensor], collective: Callable[[list[Tensor]], Rounds[Tensor]], lead: list[int]
     ) -> Callable[[], list[Tensor]]:
-        # A group fills a place. Its operands are let go before the results of the next are made.
+        # The operands of a group are let go before the results of the next are made.
         groups: list[list[Tensor]] = [[]]
-        room = self._channel.place_bytes
+        room = _PLACES * self._channel.place_bytes
         for x in xs:
             if room <= 0:
                 groups.append([])
-                room = self._channel.place_bytes
+                room = _PLACES * self._channel.place_bytes
             groups[-1].append(x)
             room -= x.numel() * x.element_size()
         xs.clear()
@@ -201,25 +213,25 @@ class Shared:
         return out
 
     def _reduce_parts(self, x: Operand, reduce: Reduce) -> Rounds[Tensor]:
-        """Each rank reduces one part for all: fewer bytes to read, and twice the rounds."""
-        n = len(self._order)
+        """Each rank reduces a part for all, and shows it while the next ones come: fewer bytes to read than above."""
+        n, me = len(self._order), self._me
         out = x if isinstance(x, Tensor) else torch.empty(x.shape, dtype=x.dtype)
-        most = n * (self._channel.place_bytes // n // x.dtype.itemsize)
-        for at in parts(x.shape, most):
-            whole, of_out = x[at], out[at]
-            size = -(-of_out.shape[0] // n)
-            cuts = [(slice(p * size, (p + 1) * size),) for p in range(n)]  # the last ones may be shorter, or empty
-            places = self._places(reduce.__name__, (n, size), x.dtype)
-            for row, cut in zip(places[self._me], cuts, strict=True):
-                part = whole[cut]
-                _fill(row[: part.shape[0]], part)
+        most = n * (self._channel.place_bytes // (n + 1) // x.dtype.itemsize)
+        # What was shown in the round before: the places, and the rows of the result, one a rank.
+        shown: list[Tensor] = []
+        results: list[Tensor] = []
+        for at in (*parts(x.shape, most), None):
+            rows = [] if at is None else _cut(x[at], n)
+            places = self._places(reduce.__name__, (n + 1, max(len(r) for r in (*rows, *results))), x.dtype)
+            if results:
+                own = len(results[me])
+                _reduced([place[me, :own] for place in shown], places[me][n, :own], reduce)
+            for row, value in zip(places[me], rows, strict=False):
+                _fill(row[: len(value)], value)
             yield
-            shown = self._places("reduced", (size,), x.dtype)
-            _reduced([place[self._me] for place in places], shown[self._me], reduce)
-            yield
-            for cut, place in zip(cuts, shown, strict=True):
-                row = of_out[cut]
-                row.copy_(place[: row.shape[0]])
+            for result, place in zip(results, places, strict=False):
+                result.copy_(place[n, : len(result)])
+            shown, results = places, [] if at is None else _cut(out[at], n)
         return out
 
     def permute(self, x: Tensor, source: int | None, sends: bool) -> Callable[[], Tensor]:

@@ -47,6 +47,7 @@ def adamw_leaf(
 
 def adamw_step_leaf(
     grad: Tensor,
+    factor: Tensor | None,
     mu: Tensor,
     nu: Tensor,
     param: Tensor,
@@ -58,8 +59,13 @@ def adamw_step_leaf(
     b2: float,
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The parameter after AdamW's update, and the new moments; `step` is the number of this update, float32[]."""
+    """The parameter after AdamW's update, and the new moments.
+
+    The gradient is `factor` times `grad`; `step` is the number of this update, float32[].
+    """
     grad = grad.to(mu.dtype)
+    if factor is not None:
+        grad = grad * factor.to(mu.dtype)
     if param.dtype == mu.dtype:
         new, mu, nu = torch.ops.fx_feather.adamw(param, grad, mu, nu, lr, step, b1, b2, eps, decay)
         return new, mu, nu
@@ -138,6 +144,16 @@ def root_of_sum_leaf(*parts: Tensor) -> Tensor:
     return _stacked(parts).sum().sqrt()
 
 
+def product_leaf(x: Tensor, factor: Tensor) -> Tensor:
+    """A 0-dim tensor times another, in its own dtype."""
+    return x * factor.to(x.dtype)
+
+
+def inverse_leaf(count: Tensor, dtype: torch.dtype) -> Tensor:
+    """One over a 0-dim tensor, float[]."""
+    return 1 / count.to(dtype)
+
+
 def largest_leaf(*parts: Tensor) -> Tensor:
     """The largest of some 0-dim tensors, in the widest of their dtypes."""
     return _stacked(parts).amax()
@@ -161,6 +177,8 @@ sum_squares = block(sum_squares_leaf, name="sum_squares")
 max_abs = block(max_abs_leaf, name="max_abs")
 total = block(total_leaf, name="total")
 root_of_sum = block(root_of_sum_leaf, name="root_of_sum")
+product = block(product_leaf, name="product")
+inverse = block(inverse_leaf, name="inverse")
 largest = block(largest_leaf, name="largest")
 
 

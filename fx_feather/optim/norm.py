@@ -12,7 +12,7 @@ from fx_feather.settings import check, is_finite, text
 from fx_feather.trace import Block
 
 from . import leaf
-from .transform import Transform, device, scaled
+from .transform import Factor, Transform, device, multiplied
 
 _AT_ONCE = 4  # parts of a norm that are combined by one call
 
@@ -85,8 +85,17 @@ def clip_by_global_norm(max_norm: float) -> Transform:
         return {"norm": torch.zeros((), dtype=dtype, device=device(leaves))}
 
     def update(grads: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
-        norm = global_norm(grads)
-        factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return scaled(grads, factor), {"norm": norm.to(state["norm"].dtype)}
+        factor, state = rescale(grads, None, state)
+        return multiplied(grads, factor), state
 
-    return Transform(init, update, text("clip_by_global_norm", {"max_norm": max_norm}))
+    def rescale(grads: tree.Tree, factor: Factor, state: tree.Tree) -> tuple[Factor, tree.Tree]:
+        norm = global_norm(grads) if factor is None else scaled_norm(grads, factor)
+        clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+        return clip if factor is None else factor * clip, {"norm": norm.to(state["norm"].dtype)}
+
+    return Transform(init, update, text("clip_by_global_norm", {"max_norm": max_norm}), rescale=rescale)
+
+
+def scaled_norm(grads: tree.Tree, factor: Tensor) -> Tensor:
+    """The global norm of a positive factor times the gradients."""
+    return leaf.product(global_norm(grads), factor)

@@ -1,6 +1,6 @@
 """The pair (init, update), how pairs are chained, and what all of them share: rows of leaves, masks, checks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,8 @@ from . import leaf
 
 LearningRate = float | Callable[[Tensor], Tensor]
 Update = Callable[[tree.Tree, tree.Tree, tree.Tree], tuple[tree.Tree, tree.Tree]]
+#: A number that all gradients are still to be multiplied by, float[]; None for 1.
+Factor = Tensor | None
 DecayMask = tree.Tree | Callable[[tree.Tree], tree.Tree] | None
 
 
@@ -29,8 +31,10 @@ class Transform:
     Attributes:
         init, update: the pair.
         text: how it prints.
-        fused: `(grads, state, params) -> (params, state)`, which gives what `update` and then `apply_updates` give, but
-            for rounding, in fewer passes over memory. A compiled step takes it where a transform has one.
+        fused: `(grads, factor, state, params) -> (params, state)`, which gives what `update` of `factor` times the
+            gradients and then `apply_updates` give, but for rounding, in fewer passes over memory.
+        rescale: `(grads, factor, state) -> (factor, state)`, for what multiplies all gradients by one number: the new
+            factor, so that no pass over memory is needed for it.
 
     >>> from fx_feather.optim import sgd
     >>> sgd(lr=0.5)
@@ -40,10 +44,13 @@ class Transform:
     init: Callable[[tree.Tree], tree.Tree]
     update: Update
     text: str = "Transform(...)"
-    fused: Update | None = None
+    fused: Callable[[tree.Tree, Factor, tree.Tree, tree.Tree], tuple[tree.Tree, tree.Tree]] | None = None
+    rescale: Callable[[tree.Tree, Factor, tree.Tree], tuple[Factor, tree.Tree]] | None = None
 
-    def step(self, grads: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
-        """The updated parameters, and the new state.
+    def step(
+        self, grads: tree.Tree, state: tree.Tree, params: tree.Tree, factor: Factor = None
+    ) -> tuple[tree.Tree, tree.Tree]:
+        """The updated parameters, and the new state, for `factor` times the gradients; what a compiled step runs.
 
         >>> from fx_feather.optim import sgd
         >>> optimizer, params = sgd(lr=0.5), {"w": torch.ones(2)}
@@ -51,8 +58,8 @@ class Transform:
         {'w': tensor([0.5000, 0.0000])}
         """
         if self.fused is not None:
-            return self.fused(grads, state, params)
-        updates, state = self.update(grads, state, params)
+            return self.fused(grads, factor, state, params)
+        updates, state = self.update(multiplied(grads, factor), state, params)
         return apply_updates(params, updates), state
 
     def __repr__(self) -> str:
@@ -88,26 +95,27 @@ def chain(*transforms: Transform) -> Transform:
     def init(params: tree.Tree) -> tree.Tree:
         return tuple(t.init(params) for t in transforms)
 
-    def through(
-        some: Sequence[Transform], grads: tree.Tree, state: tree.Tree, params: tree.Tree
-    ) -> tuple[tree.Tree, tuple[tree.Tree, ...]]:
+    def update(grads: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
         states = []
-        for t, own in zip(some, state, strict=True):
+        for t, own in zip(transforms, state, strict=True):
             grads, new = t.update(grads, own, params)
             states.append(new)
         return grads, tuple(states)
 
-    def update(grads: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
-        return through(transforms, grads, state, params)
+    def fused(grads: tree.Tree, factor: Factor, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
+        states = []
+        for t, own in zip(transforms[:-1], state[:-1], strict=True):
+            if t.rescale is not None:
+                factor, new = t.rescale(grads, factor, own)
+            else:
+                grads, new = t.update(multiplied(grads, factor), own, params)
+                factor = None
+            states.append(new)
+        # Only what comes last adds its updates to the parameters.
+        params, new = transforms[-1].step(grads, state[-1], params, factor)
+        return params, (*states, new)
 
-    def fused(grads: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
-        *before, last = transforms
-        grads, states = through(before, grads, state[:-1], params)
-        params, own = last.step(grads, state[-1], params)
-        return params, (*states, own)
-
-    # Only what comes last may add its updates to the parameters.
-    return Transform(init, update, text, fused if transforms and transforms[-1].fused is not None else None)
+    return Transform(init, update, text, fused if transforms else None)
 
 
 def apply_updates(params: tree.Tree, updates: tree.Tree) -> tree.Tree:
@@ -177,6 +185,11 @@ def scaled(updates: tree.Tree, factor: Tensor | float) -> tree.Tree:
     """All updates times one factor."""
     leaves, treedef = tree.flatten(updates)
     return tree.unflatten(treedef, leaf.scaled.each([(x, factor) for x in leaves]))
+
+
+def multiplied(grads: tree.Tree, factor: Factor) -> tree.Tree:
+    """The gradients that a factor stands for."""
+    return grads if factor is None else scaled(grads, factor)
 
 
 def first_step(params: tree.Tree) -> Tensor:

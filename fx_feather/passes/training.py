@@ -12,7 +12,8 @@ from .. import tree
 from ..backend import POINTWISE, is_pointwise
 from ..errors import ShapeError, fail
 from ..layout import ParamTypes
-from ..optim import Transform, global_norm
+from ..optim import Transform, leaf
+from ..optim.norm import scaled_norm
 from ..program import Section
 from ..spec import Type
 from ..trace import block, trace
@@ -207,10 +208,6 @@ class Updates:
     early: list[int]
 
 
-def _mean(g: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    return g / count.to(g.dtype)
-
-
 def _is_cheap(unit: Unit) -> bool:
     """Whether a unit is one pointwise operator for each element, casts aside."""
     work = [n for n in unit.graph.nodes if n.op == "call_function" and n.target not in POINTWISE]
@@ -256,12 +253,14 @@ def optimizer_sections(
     def update(grads: Any, total: Any, count: Any, aux: Any, old: Any, values: Any) -> Any:
         # What the check needs is made of blocks: operators outside of blocks would share a unit with the update's.
         loss = block(_quotient, name="loss")(total, count)
-        grads = build(block(_mean, name="mean").each([(g, count) for g in tree.leaves(grads)]))
-        norm = global_norm(grads)
-        values, new = optimizer.step(grads, old, values)
+        # One number, not a pass over all gradients: whoever reads them multiplies by it.
+        factor = leaf.inverse(count, norm_dtype)
+        norm = scaled_norm(grads, factor)
+        values, new = optimizer.step(grads, old, values, factor)
         return loss, norm, values if adjust is None else adjust(values, aux), new
 
     grad_types = params.gradients()
+    norm_dtype = leaf.widest(t.dtype for t in grad_types)
     program = trace(
         update,
         (
