@@ -12,7 +12,7 @@ from .channel import Channel, Rounds
 #: Bytes of a value up to which each rank reduces all of it, whatever the number of ranks.
 _ALONE_BYTES = 32 << 10
 #: Places that values fill, at least, which are sent as if they were one.
-_PLACES = 4
+_PLACES = 1
 
 Reduce = Callable[..., Tensor]
 Index = tuple[int | slice, ...]
