@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.fx.passes.split_module import split_module
 
+from .inductor import compiled
 from .reuse import reuse
 
 Runnable = Callable[..., list[torch.Tensor]]
@@ -63,7 +64,7 @@ def build(graph: fx.Graph, constants: dict[str, torch.Tensor], backend: str) -> 
         return tiled(graph, forward) or forward
     module = fx.GraphModule(constants, graph)
     if not any(_is_collective(n) for n in graph.nodes):
-        return _compiled(module) if computes(graph) else module.forward
+        return compiled(module) if computes(graph) else module.forward
     part, before = 0, False
 
     def piece(n: fx.Node) -> int:
@@ -76,7 +77,7 @@ def build(graph: fx.Graph, constants: dict[str, torch.Tensor], backend: str) -> 
     split = split_module(module, torch.nn.Module(), piece)
     for name, inner in list(split.named_children()):
         if isinstance(inner, fx.GraphModule) and computes(inner.graph):
-            setattr(split, name, _Forward(_compiled(inner)))
+            setattr(split, name, _Forward(compiled(inner)))
     return split.forward
 
 
@@ -307,10 +308,6 @@ class _Forward(torch.nn.Module):
     def __init__(self, fn: Callable[..., Any]):
         super().__init__()
         self.forward = fn
-
-
-def _compiled(module: fx.GraphModule) -> Callable[..., Any]:
-    return torch.compile(module.forward, backend="inductor", fullgraph=True, dynamic=False)
 
 
 def _is_collective(n: fx.Node) -> bool:

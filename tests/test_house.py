@@ -19,7 +19,20 @@ ROOT = Path(__file__).resolve().parent.parent
 # a folder directly in fx_feather/. A new one is put on a floor here, as low as it can be.
 FLOORS = (
     {"errors"},
-    {"settings", "sampling", "tree", "data", "metrics", "mesh", "backend", "garbage", "reuse", "identity", "heap"},
+    {
+        "settings",
+        "sampling",
+        "tree",
+        "data",
+        "metrics",
+        "mesh",
+        "backend",
+        "garbage",
+        "reuse",
+        "identity",
+        "heap",
+        "inductor",
+    },
     {"state", "deferred", "spec", "channel"},
     {"initializers", "param", "shared"},
     {"layout"},

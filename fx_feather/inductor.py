@@ -1,0 +1,50 @@
+"""Inductor: compiles one local function, whose operands are freed as they are used up."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx.experimental.proxy_tensor import make_fx
+
+Boxed = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+
+def compiled(module: fx.GraphModule) -> Callable[..., Any]:
+    """A graph compiled by inductor when it is first called, once for each way in which its operands lie in memory.
+
+    `torch.compile` would hold all operands until the function returns; what this gives has an attribute `boxed`, which
+    takes them out of a list. The graph is an ATen graph already, so nothing needs to look at Python's bytecode either.
+    """
+    made: dict[tuple[tuple[int, ...], ...], Boxed] = {}
+
+    def boxed(args: list[torch.Tensor]) -> list[torch.Tensor]:
+        strides = tuple(x.stride() for x in args)
+        if strides not in made:
+            made[strides] = _compile(module, args)
+        return list(made[strides](args))
+
+    def run(*args: torch.Tensor) -> list[torch.Tensor]:
+        return boxed(list(args))
+
+    run.boxed = boxed  # type: ignore[attr-defined]
+    return run
+
+
+def _compile(module: fx.GraphModule, args: list[torch.Tensor]) -> Boxed:
+    # Here and not above: inductor takes seconds to import, and warns of other modules of torch. The names are its own.
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.decomposition import select_decomp_table
+        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+    def flat(*xs: torch.Tensor) -> Any:
+        return module.forward(*xs)
+
+    with torch.no_grad():
+        lowered = make_fx(torch.func.functionalize(flat), select_decomp_table(), tracing_mode="fake")(*args)
+        joint_graph_passes(lowered)
+        fakes = [n.meta["val"] for n in lowered.graph.nodes if n.op == "placeholder"]
+        return compile_fx_inner(lowered, fakes)
