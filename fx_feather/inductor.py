@@ -6,7 +6,10 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 Boxed = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
@@ -43,8 +46,10 @@ def _compile(module: fx.GraphModule, args: list[torch.Tensor]) -> Boxed:
     def flat(*xs: torch.Tensor) -> Any:
         return module.forward(*xs)
 
-    with torch.no_grad():
-        lowered = make_fx(torch.func.functionalize(flat), select_decomp_table(), tracing_mode="fake")(*args)
+    # Inductor keeps what it compiled on the disk, by a key that asks for an environment of sizes, though none vary.
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    fakes = [mode.from_tensor(x, static_shapes=True) for x in args]
+    with torch.no_grad(), tracing(TracingContext(mode)):
+        lowered = make_fx(torch.func.functionalize(flat), select_decomp_table())(*fakes)
         joint_graph_passes(lowered)
-        fakes = [n.meta["val"] for n in lowered.graph.nodes if n.op == "placeholder"]
         return compile_fx_inner(lowered, fakes)
