@@ -11,7 +11,6 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER = (1 << 31) - 1
 
 
-@ft.cache
 def keep_freed() -> bool:
     """Lets the C library keep the memory that tensors free, for the whole process; whether it does.
 
@@ -22,11 +21,26 @@ def keep_freed() -> bool:
 
     Whoever sets one of glibc's own variables (`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES`)
     has the last word. Other C libraries are left as they are.
+
+    What is free when this is called, such as what a compilation left, goes back first.
     """
-    chosen = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"))
-    if chosen or platform.libc_ver()[0] != "glibc":
+    if platform.libc_ver()[0] != "glibc":
         return False
-    mallopt = ctypes.CDLL(None).mallopt
+    _libc().malloc_trim(0)
+    return _keeps()
+
+
+@ft.cache
+def _libc() -> ctypes.CDLL:
+    return ctypes.CDLL(None)
+
+
+@ft.cache
+def _keeps() -> bool:
+    chosen = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"))
+    if chosen:
+        return False
+    mallopt = _libc().mallopt
     # Either alone would stop glibc from raising both by itself. Older versions map 32 MiB and more apart anyway.
     mapped = mallopt(_MMAP_THRESHOLD, _NEVER) or mallopt(_MMAP_THRESHOLD, 32 << 20)
     return bool(mapped and mallopt(_TRIM_THRESHOLD, _NEVER))

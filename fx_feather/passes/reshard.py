@@ -189,7 +189,7 @@ def convert_all(xs: Sequence[torch.Tensor], pairs: Sequence[tuple[Type, Type]], 
     """Converts many values, those that need the same collective next together, in one flat buffer.
 
     Moved values keep their bits. Sums of more than two ranks are as exact in any buffer, but a ring adds in an order
-    that depends on the place in it; what gloo exchanges in parts is added in the order of the ranks.
+    that depends on the place in it; in shared memory they are added in the order of the ranks.
 
     A change of dtype comes first: what travels is what is asked for. Values of different dtypes travel apart. Many
     values that are alike are converted as one stack: they are small, or they would not share a buffer, and operators
