@@ -38,14 +38,24 @@ class Channel:
 
     A collective that is started while another is under way begins when that one ends, in the same order on all ranks.
 
-    Attributes:
+    Args:
+        ranks: of the world, which messages name; in the order of the group, as all that follows.
         index: of this rank in the group.
+        memories: of each rank.
+        sockets: to each other rank.
+        timeout_s: how long to wait for another rank, in seconds.
     """
 
     def __init__(
-        self, index: int, memories: Sequence[mmap.mmap], sockets: dict[int, socket.socket], timeout_s: float
+        self,
+        ranks: Sequence[int],
+        index: int,
+        memories: Sequence[mmap.mmap],
+        sockets: dict[int, socket.socket],
+        timeout_s: float,
     ) -> None:
         self.index = index
+        self._ranks = list(ranks)
         self.place_bytes = len(memories[0]) // 2
         self._bytes = [torch.frombuffer(m, dtype=torch.uint8) for m in memories]
         self._sockets = sockets
@@ -104,39 +114,39 @@ class Channel:
                 # The others wait for what will not come.
                 self.close()
                 raise
-            for rank, s in self._sockets.items():
+            for k, s in self._sockets.items():
                 try:
                     s.send(self._message)
                 except OSError as e:
-                    self._lost(rank, e)
+                    self._lost(k, e)
             return
 
     def _hear(self) -> None:
         """Waits until all others have shown what belongs to this round."""
-        for rank, s in self._sockets.items():
+        for k, s in self._sockets.items():
             try:
                 heard = s.recv(len(self._message), socket.MSG_WAITALL)
             except OSError as e:
-                self._lost(rank, e)
+                self._lost(k, e)
             if heard != self._message:
                 if len(heard) < len(self._message):
-                    self._lost(rank, None)
+                    self._lost(k, None)
                 self.close()
                 fail(
                     RankError,
-                    call=f"a collective of {len(self)} ranks in shared memory",
-                    got="rank {} of them in round {}, collective {:08x}".format(rank, *struct.unpack("=QI", heard)),
-                    number="this one is in round {}, collective {:08x}".format(*struct.unpack("=QI", self._message)),
+                    call=f"a collective of ranks {self._ranks} in shared memory",
+                    got="rank {} in round {}, collective {:08x}".format(self._ranks[k], *struct.unpack("=QI", heard)),
+                    number="this rank is in round {}, collective {:08x}".format(*struct.unpack("=QI", self._message)),
                     rule="all ranks of a group run the same collectives, on values of the same shapes and dtypes",
                     fix="run the same steps and calls on all ranks, in the same order",
                 )
 
-    def _lost(self, rank: int, error: OSError | None) -> None:
+    def _lost(self, k: int, error: OSError | None) -> None:
         # Who waits for this rank learns of it now, not when its own time is over.
         self.close()
         if isinstance(error, BlockingIOError):
-            raise RuntimeError(f"Timed out waiting for rank {rank} of {len(self)} in shared memory") from error
-        raise RuntimeError(f"Connection closed by peer: rank {rank} of {len(self)} in shared memory") from error
+            raise RuntimeError(f"Timed out waiting for rank {self._ranks[k]} in shared memory") from error
+        raise RuntimeError(f"Connection closed by peer: rank {self._ranks[k]}, in shared memory") from error
 
     def close(self) -> None:
         """Ends the channel: whoever waits for this rank fails."""
@@ -150,10 +160,11 @@ class _Call(Generic[T]):
         self.result: T | None = None
 
 
-def connect(index: int, everyone: Callable[[Any], list[Any]], timeout_s: float) -> Channel | None:
+def connect(ranks: Sequence[int], index: int, everyone: Callable[[Any], list[Any]], timeout_s: float) -> Channel | None:
     """Makes a channel between the ranks of a group; every rank calls it.
 
     Args:
+        ranks: of the world, in the order of the group.
         index: of this rank in the group.
         everyone: gives all ranks what each of them brought, in their order.
         timeout_s: how long to wait for another rank in a collective, in seconds.
@@ -195,8 +206,9 @@ def connect(index: int, everyone: Callable[[Any], list[Any]], timeout_s: float) 
                 _, memories[k] = _receive_memory(sockets[k])
         except OSError as e:
             raise RuntimeError(f"Connection closed by peer while ranks of one machine connect: {e}") from e
-    ranks = range(len(paths))
-    return Channel(index, [memories[k] for k in ranks], {k: sockets[k] for k in ranks if k != index}, timeout_s)
+    order = range(len(paths))
+    others = {k: sockets[k] for k in order if k != index}
+    return Channel(ranks, index, [memories[k] for k in order], others, timeout_s)
 
 
 @contextlib.contextmanager

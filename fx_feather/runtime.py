@@ -141,7 +141,8 @@ class Runtime:
                 return found
 
             with self._peers("connecting ranks of one machine"):
-                _channels[group] = connect(dist.get_rank(group), everyone, _timeout().total_seconds())
+                ranks = dist.get_process_group_ranks(group)
+                _channels[group] = connect(ranks, dist.get_rank(group), everyone, _timeout().total_seconds())
         return _channels.get(group)
 
     def compare(self, fingerprint: str) -> None:

@@ -60,7 +60,7 @@ def together(n: int, work: Callable[[int, Callable[[Any], list[Any]]], Any]) -> 
 def connected(n: int, place_bytes: int = 256, timeout_s: float = 30) -> Iterator[list[Channel]]:
     """Channels of a group whose ranks are threads; places so small that most values take several rounds."""
     with mock.patch.object(channels, "PLACE_BYTES", place_bytes):
-        made = together(n, lambda r, everyone: connect(r, everyone, timeout_s))
+        made = together(n, lambda r, everyone: connect(range(n), r, everyone, timeout_s))
     try:
         assert all(isinstance(c, Channel) for c in made), made
         yield made
@@ -194,7 +194,10 @@ def test_a_rank_that_ends_is_noticed_at_once_by_all() -> None:
 
 
 def test_a_rank_that_does_not_come_is_waited_for_as_long_as_asked() -> None:
-    with connected(2, timeout_s=0.25) as group, pytest.raises(RuntimeError, match="Timed out waiting for rank 1 of 2"):
+    with (
+        connected(2, timeout_s=0.25) as group,
+        pytest.raises(RuntimeError, match="Timed out waiting for rank 1 in shared memory"),
+    ):
         psum(group[0], 0, 2, torch.ones(4))
 
 
@@ -243,7 +246,7 @@ def test_without_shared_memory_all_ranks_do_without(why: str, monkeypatch: pytes
             # A path that is no socket here, as if it were that of a rank elsewhere.
             return [f"{p}-elsewhere" if isinstance(p, str) else p for p in everyone(x)]
 
-        return connect(rank, heard if why == "other machine" else everyone, 1)
+        return connect(range(3), rank, heard if why == "other machine" else everyone, 1)
 
     assert together(3, work) == [None] * 3
 
