@@ -66,13 +66,19 @@ def build(graph: fx.Graph, constants: dict[str, torch.Tensor], backend: str) -> 
     if not any(_is_collective(n) for n in graph.nodes):
         return compiled(module) if computes(graph) else module.forward
     part, before = 0, False
+    parts: dict[fx.Node, int] = {}
 
     def piece(n: fx.Node) -> int:
         nonlocal part, before
-        now = _is_collective(n)
-        part += now or before
-        before = now
-        return part
+        if n.target is operator.getitem:
+            # With what it is an item of: only tensors pass from piece to piece.
+            parts[n] = parts.get(n.args[0], part)
+        else:
+            now = _is_collective(n)
+            part += now or before
+            before = now
+            parts[n] = part
+        return parts[n]
 
     split = split_module(module, torch.nn.Module(), piece)
     for name, inner in list(split.named_children()):

@@ -2,13 +2,13 @@
 
 import collections
 import contextlib
-import functools as ft
 import math
 import mmap
 import os
 import socket
 import struct
 import tempfile
+import weakref
 import zlib
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, Generic, TypeVar
@@ -20,6 +20,8 @@ from .errors import RankError, fail
 
 #: Bytes that a rank shows to the others at a time; in each group it has two such places.
 PLACE_BYTES = 1 << 20
+#: Shapes of places that are kept made.
+_MANY_VIEWS = 4096
 #: Seconds that ranks wait for each other while they connect.
 _CONNECT_S = 30.0
 
@@ -34,9 +36,11 @@ class Channel:
     In round `k` a rank writes to its place `k % 2`, tells the others so, waits until each of them has told it the
     same, and reads what they wrote. Who hears of round `k + 1` knows that the sender has read round `k`; so a place is
     written again only after all have read it, and no other messages are needed. A message says which collective it
-    belongs to. A rank that ends closes its sockets, which the others notice at once.
+    belongs to. A rank that fails or ends closes its sockets, which the others notice as soon as they wait for it.
 
-    A collective that is started while another is under way begins when that one ends, in the same order on all ranks.
+    Nothing moves but in `start` and in what it gives, which one thread calls. A collective that is started while
+    another is under way begins when that one has ended, and reads its operand only then. The order is that of the
+    starts, the same on all ranks.
 
     Args:
         ranks: of the world, which messages name; in the order of the group, as all that follows.
@@ -68,7 +72,9 @@ class Channel:
         self._under_way: collections.deque[_Call[Any]] = collections.deque()
         self._round = 0
         self._message = b""
-        self._views = ft.lru_cache(maxsize=4096)(self._view)
+        self._views: dict[Any, tuple[list[Tensor], int]] = {}
+        self._ended: str | None = None
+        _open.add(self)
 
     def __len__(self) -> int:
         return len(self._bytes)
@@ -76,7 +82,12 @@ class Channel:
     def places(self, what: str, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         """The places of a new round, that of each rank, as tensors of one shape and dtype."""
         self._round += 1
-        views, tag = self._views(what, tuple(shape), dtype, self._round % 2)
+        key = what, tuple(shape), dtype, self._round % 2
+        if key not in self._views:
+            if len(self._views) >= _MANY_VIEWS:
+                self._views.clear()
+            self._views[key] = self._view(*key)
+        views, tag = self._views[key]
         self._message = struct.pack("=QI", self._round, tag)
         return views
 
@@ -86,19 +97,39 @@ class Channel:
         return views, zlib.crc32(repr((what, shape, dtype)).encode())
 
     def start(self, rounds: Rounds[T]) -> Callable[[], T]:
-        """Begins a collective; gives what waits for its result."""
+        """Begins a collective; gives what waits for its result.
+
+        Raises:
+            RuntimeError: another rank failed, now or earlier, or did not come in time.
+            RankError: another rank runs another collective.
+        """
         call = _Call(rounds)
-        self._under_way.append(call)
-        if len(self._under_way) == 1:
-            self._show()
+        with self._all_or_nothing():
+            self._under_way.append(call)
+            if len(self._under_way) == 1:
+                self._show()
 
         def wait() -> T:
-            while call.result is None:
-                self._hear()
-                self._show()
+            with self._all_or_nothing():
+                while call.result is None:
+                    self._hear()
+                    self._show()
             return call.result
 
         return wait
+
+    @contextlib.contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Ends the channel at any error, also an interrupt: the others wait for what will not come."""
+        if self._ended is not None:
+            raise RuntimeError(f"Connection closed: {self._ended}")
+        try:
+            yield
+        except BaseException as e:
+            self.close(
+                f"an earlier collective failed with {type(e).__name__}: {str(e).splitlines()[0] if str(e) else ''}"
+            )
+            raise
 
     def _show(self) -> None:
         """Goes on with what is under way to the next place that is to be shown, and tells the others."""
@@ -110,10 +141,6 @@ class Channel:
                 call.result = end.value
                 self._under_way.popleft()
                 continue
-            except BaseException:
-                # The others wait for what will not come.
-                self.close()
-                raise
             for k, s in self._sockets.items():
                 try:
                     s.send(self._message)
@@ -131,7 +158,6 @@ class Channel:
             if heard != self._message:
                 if len(heard) < len(self._message):
                     self._lost(k, None)
-                self.close()
                 fail(
                     RankError,
                     call=f"a collective of ranks {self._ranks} in shared memory",
@@ -142,14 +168,24 @@ class Channel:
                 )
 
     def _lost(self, k: int, error: OSError | None) -> None:
-        # Who waits for this rank learns of it now, not when its own time is over.
-        self.close()
         if isinstance(error, BlockingIOError):
             raise RuntimeError(f"Timed out waiting for rank {self._ranks[k]} in shared memory") from error
         raise RuntimeError(f"Connection closed by peer: rank {self._ranks[k]}, in shared memory") from error
 
-    def close(self) -> None:
-        """Ends the channel: whoever waits for this rank fails."""
+    def close(self, why: str = "this rank has closed it") -> None:
+        """Ends the channel: whoever waits for this rank fails, at once."""
+        if self._ended is None:
+            self._ended = why
+            self._under_way.clear()
+            for s in self._sockets.values():
+                # A process that was forked may hold the socket too.
+                with contextlib.suppress(OSError):
+                    s.shutdown(socket.SHUT_RDWR)
+                s.close()
+
+    def forget(self) -> None:
+        """Lets go of the sockets in a process that was forked, so that the end of the rank itself is noticed."""
+        self._ended = "this process was forked from a rank"
         for s in self._sockets.values():
             s.close()
 
@@ -158,6 +194,19 @@ class _Call(Generic[T]):
     def __init__(self, rounds: Rounds[T]):
         self.rounds = rounds
         self.result: T | None = None
+
+
+#: All channels of this process.
+_open: "weakref.WeakSet[Channel]" = weakref.WeakSet()
+
+
+def _forget_all() -> None:
+    for channel in list(_open):
+        channel.forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)
 
 
 def connect(ranks: Sequence[int], index: int, everyone: Callable[[Any], list[Any]], timeout_s: float) -> Channel | None:
@@ -179,33 +228,33 @@ def connect(ranks: Sequence[int], index: int, everyone: Callable[[Any], list[Any
         if door is None or None in paths:
             return None
         sockets: dict[int, socket.socket] = {}
-        own = -1
+        opened = stack.enter_context(contextlib.ExitStack())
+        own, reached = -1, False
         with contextlib.suppress(OSError):
             own = os.memfd_create("fx_feather")
             stack.callback(os.close, own)
             os.truncate(own, 2 * PLACE_BYTES)
             for k in range(index):
-                sockets[k] = s = socket.socket(socket.AF_UNIX)
+                sockets[k] = s = opened.enter_context(socket.socket(socket.AF_UNIX))
                 s.settimeout(_CONNECT_S)
                 s.connect(paths[k])
                 _send_memory(s, index, own)
-        reached = len(sockets) == index and own >= 0
+            reached = True
         if not all(everyone(reached)):
-            for s in sockets.values():
-                s.close()
             return None
-        memories = {index: mmap.mmap(own, 2 * PLACE_BYTES)}
         try:
+            memories = {index: mmap.mmap(own, 2 * PLACE_BYTES)}
             for _ in range(index + 1, len(paths)):
-                s, _address = door.accept()
+                s = opened.enter_context(door.accept()[0])
                 s.settimeout(_CONNECT_S)
                 k, memory = _receive_memory(s)
                 sockets[k], memories[k] = s, memory
                 _send_memory(s, index, own)
             for k in range(index):
                 _, memories[k] = _receive_memory(sockets[k])
-        except OSError as e:
+        except (OSError, struct.error) as e:
             raise RuntimeError(f"Connection closed by peer while ranks of one machine connect: {e}") from e
+        opened.pop_all()
     order = range(len(paths))
     others = {k: sockets[k] for k in order if k != index}
     return Channel(ranks, index, [memories[k] for k in order], others, timeout_s)
@@ -214,18 +263,18 @@ def connect(ranks: Sequence[int], index: int, everyone: Callable[[Any], list[Any
 @contextlib.contextmanager
 def _door() -> Iterator[socket.socket | None]:
     """A socket that this user's other processes can call while it is there; None where there is no such thing."""
-    if os.environ.get("FX_FEATHER_SHARED_MEMORY") == "0" or not hasattr(os, "memfd_create"):
-        yield None
-        return
-    with tempfile.TemporaryDirectory() as folder, socket.socket(socket.AF_UNIX) as door:
-        door.settimeout(_CONNECT_S)
-        try:
-            door.bind(os.path.join(folder, "door"))
-            door.listen(1024)
-        except OSError:  # a path that is too long, or a file system without sockets
-            yield None
-        else:
-            yield door
+    door = None
+    with contextlib.ExitStack() as stack:
+        if os.environ.get("FX_FEATHER_SHARED_MEMORY") != "0" and hasattr(os, "memfd_create"):
+            # No folder for it, a path that is too long, a file system without sockets, too many open files.
+            with contextlib.suppress(OSError):
+                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                made = stack.enter_context(socket.socket(socket.AF_UNIX))
+                made.settimeout(_CONNECT_S)
+                made.bind(os.path.join(folder, "door"))
+                made.listen(1024)
+                door = made
+        yield door
 
 
 def _send_memory(s: socket.socket, index: int, memory: int) -> None:

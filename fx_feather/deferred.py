@@ -53,7 +53,8 @@ def deferred(
             env[n] = first.node_copy(n, env.__getitem__)
             if n in starts:
                 env[n].target = n.target.start
-    # What is being sent must not be written over meanwhile: it is handed on too. What came in never is.
+    # What is being sent must not be written over meanwhile, so it is handed on too. What came in is not written to
+    # here, nor by other functions while a collective holds it (`held_alone`).
     made = made_inside(graph)
     taken = {a for n in late for a in n.all_input_nodes if a not in late} | {o for o in outs if o not in late}
     sent = {a for n in starts if getattr(n.target.start, "reads", True) for a in n.all_input_nodes if a in made}

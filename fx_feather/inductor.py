@@ -17,10 +17,13 @@ Boxed = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 def compiled(module: fx.GraphModule) -> Callable[..., Any]:
     """A graph compiled by inductor when it is first called, once for each way in which its operands lie in memory.
 
+    What the graph gives is a tensor, or a list of them.
+
     `torch.compile` would hold all operands until the function returns; what this gives has an attribute `boxed`, which
     takes them out of a list. The graph is an ATen graph already, so nothing needs to look at Python's bytecode either.
     """
     made: dict[tuple[tuple[int, ...], ...], Boxed] = {}
+    several = isinstance(module.graph.output_node().args[0], (list, tuple))
 
     def boxed(args: list[torch.Tensor]) -> list[torch.Tensor]:
         strides = tuple(x.stride() for x in args)
@@ -28,8 +31,9 @@ def compiled(module: fx.GraphModule) -> Callable[..., Any]:
             made[strides] = _compile(module, args)
         return list(made[strides](args))
 
-    def run(*args: torch.Tensor) -> list[torch.Tensor]:
-        return boxed(list(args))
+    def run(*args: torch.Tensor) -> Any:
+        out = boxed(list(args))
+        return out if several else out[0]
 
     run.boxed = boxed  # type: ignore[attr-defined]
     return run
@@ -42,14 +46,18 @@ def _compile(module: fx.GraphModule, args: list[torch.Tensor]) -> Boxed:
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.decomposition import select_decomp_table
         from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+        from torch._inductor.virtualized import V
 
-    def flat(*xs: torch.Tensor) -> Any:
-        return module.forward(*xs)
+    def flat(*xs: torch.Tensor) -> list[torch.Tensor]:
+        out = module.forward(*xs)
+        return [out] if isinstance(out, torch.Tensor) else list(out)
 
     # Inductor keeps what it compiled on the disk, by a key that asks for an environment of sizes, though none vary.
     mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    fakes = [mode.from_tensor(x, static_shapes=True) for x in args]
-    with torch.no_grad(), tracing(TracingContext(mode)):
+    # One stand-in for each operand, even where the same tensor came twice: the next call may bring two.
+    with mode:
+        fakes = [torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device=x.device) for x in args]
+    with torch.no_grad(), tracing(TracingContext(mode)), V.set_fake_mode(mode):
         lowered = make_fx(torch.func.functionalize(flat), select_decomp_table())(*fakes)
         joint_graph_passes(lowered)
         return compile_fx_inner(lowered, fakes)

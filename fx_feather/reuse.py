@@ -23,7 +23,8 @@ def held_alone(xs: list[torch.Tensor], k: int) -> bool:
     if sys.getrefcount(storage) != _ALONE_STORAGE:
         return False
     # Not only Python holds tensors: a collective under way does, and an array or a capsule made from one.
-    if _references(xs, k) != _ALONE or (_COUNTS and xs[k]._use_count() != 1):  # type: ignore[attr-defined]
+    # Without that count it can't be known.
+    if not _COUNTS or _references(xs, k) != _ALONE or xs[k]._use_count() != 1:  # type: ignore[attr-defined]
         return False
     return torch._C._storage_Use_Count(storage._cdata) == 2  # the tensor's own, and the one asked here
 

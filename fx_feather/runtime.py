@@ -27,7 +27,8 @@ from .mesh import Mesh
 from .program import BY_OP, Func, Section
 from .reuse import held_alone
 from .spec import Type, assemble
-from .transport import Peers, bind, unbuffered
+from .transport import Peers, bind
+from .unbuffered import unbuffered
 
 #: Seconds that a rank waits for the others in a collective; the environment variable FX_FEATHER_TIMEOUT sets another.
 TIMEOUT_S = 600.0
@@ -49,6 +50,8 @@ def _begin(backend: str) -> None:
     def leave() -> None:
         # After an error others may hang, and to wait for them would hide it.
         if dist.is_initialized() and getattr(sys, "last_type", None) is None:
+            _channels.clear()
+            _groups.clear()
             dist.destroy_process_group()
 
     atexit.register(leave)
@@ -179,7 +182,9 @@ class Runtime:
                     for v in free:
                         env.pop(v, None)
                     if begin is not None:
-                        env.update(dict.fromkeys(set(outs).difference(free), Pending(begin(*args), outs)))
+                        under_way = Pending(begin(*args), outs)
+                        args.clear()
+                        env.update(dict.fromkeys(set(outs).difference(free), under_way))
                         continue
                     if over and all(held_alone(args, k) and _memory(args[k]) not in foreign for k in over):
                         made = fn_over(*args)

@@ -11,8 +11,6 @@ from .channel import Channel, Rounds
 
 #: Bytes of a value up to which each rank reduces all of it, whatever the number of ranks.
 _ALONE_BYTES = 32 << 10
-#: Places that values fill, at least, which are sent as if they were one.
-_PLACES = 1
 
 Reduce = Callable[..., Tensor]
 Index = tuple[int | slice, ...]
@@ -123,7 +121,7 @@ class Shared:
             yield
             if out is None:
                 out = torch.empty(own.shape, dtype=own.dtype)
-            _reduced([place[self._me] for place in places], out[at], reduce)
+            reduced([place[self._me] for place in places], out[at], reduce)
         assert out is not None
         return out
 
@@ -179,11 +177,11 @@ class Shared:
     ) -> Callable[[], list[Tensor]]:
         # The operands of a group are let go before the results of the next are made.
         groups: list[list[Tensor]] = [[]]
-        room = _PLACES * self._channel.place_bytes
+        room = self._channel.place_bytes
         for x in xs:
             if room <= 0:
                 groups.append([])
-                room = _PLACES * self._channel.place_bytes
+                room = self._channel.place_bytes
             groups[-1].append(x)
             room -= x.numel() * x.element_size()
         xs.clear()
@@ -209,7 +207,7 @@ class Shared:
             places = self._places(reduce.__name__, out[at].shape, x.dtype)
             _fill(places[self._me], x[at])
             yield
-            _reduced(places, out[at], reduce)
+            reduced(places, out[at], reduce)
         return out
 
     def _reduce_parts(self, x: Operand, reduce: Reduce) -> Rounds[Tensor]:
@@ -225,7 +223,7 @@ class Shared:
             places = self._places(reduce.__name__, (n + 1, max(len(r) for r in (*rows, *results))), x.dtype)
             if results:
                 own = len(results[me])
-                _reduced([place[me, :own] for place in shown], places[me][n, :own], reduce)
+                reduced([place[me, :own] for place in shown], places[me][n, :own], reduce)
             for row, value in zip(places[me], rows, strict=False):
                 _fill(row[: len(value)], value)
             yield
@@ -261,11 +259,13 @@ class Shared:
         return places
 
 
-def _reduced(values: Sequence[Tensor], out: Tensor, reduce: Reduce) -> None:
+def reduced(values: Sequence[Tensor], out: Tensor, reduce: Reduce) -> Tensor:
+    """The reduction of two or more values, in their order, written to `out`."""
     first, second, *rest = values
     reduce(first, second, out=out)
     for x in rest:
         reduce(out, x, out=out)
+    return out
 
 
 def _rows(x: Tensor, dim: int, n: int) -> Tensor:

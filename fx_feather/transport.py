@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, fx
+from torch import Tensor
 
 from .channel import Channel
 from .collectives import COLLECTIVES
-from .shared import Shared
+from .shared import Shared, reduced
 
 aten = torch.ops.aten
 
@@ -83,6 +83,7 @@ def bind(name: str, peers: Peers, static: Static) -> Callable[..., Tensor]:
         run.start.in_place = run.in_place.start
     if peers.shared and name in _MANY and static.get("dim", 0) == 0:
         run.many = _waiting(name, ft.partial(_MANY[name], peers.shared), True)
+        run.many.ranks = len(peers)
     return run
 
 
@@ -126,46 +127,11 @@ _REDUCTIONS: dict[str, tuple[Callable[..., Tensor], Any]] = {
 }
 
 
-def _reduced(rows: Tensor, peers: Peers, name: str = "psum") -> Tensor:
-    """The reduction of `[ranks, ...]`, in the order of the axes."""
-    reduce = _REDUCTIONS[name][0]
-    first, second, *rest = [rows[i] for i in peers.places or range(len(peers))]
-    out = reduce(first, second)
-    for row in rest:
-        reduce(out, row, out=out)
-    return out
-
-
 _MANY: dict[str, Callable[[Shared, list[Tensor]], Callable[[], list[Tensor]]]] = {
     "psum": lambda shared, xs: shared.many_all_reduce(xs, torch.add),
     "all_gather": Shared.many_all_gather,
     "reduce_scatter": lambda shared, xs: shared.many_reduce_scatter(xs, torch.add),
 }
-
-
-def unbuffered(graph: fx.Graph) -> None:
-    """Edits a graph in place: a collective of values that are joined for it and split after it takes them as they lie.
-
-    Keeps results bit for bit.
-    """
-    for n in list(graph.nodes):
-        many = getattr(n.target, "many", None)
-        if many is None or len(n.users) != 1:
-            continue
-        (cat,), (after,) = n.args, n.users
-        split = next(iter(after.users)) if after.target is aten.view.default and len(after.users) == 1 else after
-        if cat.target is not aten.cat.default or split.target is not aten.split_with_sizes.default:
-            continue
-        joined, source = cat.meta["val"], split.args[0].meta["val"]
-        sizes = [x.meta["val"].shape[-1] for x in cat.args[0]]
-        last = (*cat.args[1:], 0)[0] % joined.ndim == joined.ndim - 1, (*split.args[2:], 0)[0] % source.ndim
-        dims = 2 if many.__name__ == "all_gather" else 1
-        if len(cat.users) > 1 or split.args[1] != sizes or last != (True, dims - 1) or source.ndim != dims:
-            continue
-        n.target, n.args, n.meta = many, (list(cat.args[0]),), dict(split.meta)
-        split.replace_all_uses_with(n)
-        for x in dict.fromkeys((split, after, cat)):
-            graph.erase_node(x)
 
 
 def _all_reduce(peers: Peers, static: Static, name: str, own: bool = False) -> Start:
@@ -212,7 +178,7 @@ def _reduce_scatter(peers: Peers, static: Static) -> Start:
         if dist.get_backend(peers.group) == "gloo":
             # Its own is an all-reduce of which a part is kept: twice the bytes.
             parts = _exchange(rows, peers)
-            return lambda: _reduced(parts(), peers)
+            return lambda: reduced(_in(parts().unbind(0), peers.places), x.new_empty(shape), torch.add)
         out = x.new_empty(shape)
         work = _scatter_flat(out.view(-1), rows.view(-1), group=peers.group, async_op=True)
         return lambda: _after(work, out)
@@ -258,6 +224,7 @@ def _ppermute(peers: Peers, static: Static) -> Start:
         def wait() -> Tensor:
             for work in works:
                 work.wait()
+            ops.clear()  # which held what is sent
             return out
 
         return wait

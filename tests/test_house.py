@@ -32,6 +32,7 @@ FLOORS = (
         "identity",
         "heap",
         "inductor",
+        "unbuffered",
     },
     {"state", "deferred", "spec", "channel"},
     {"initializers", "param", "shared"},

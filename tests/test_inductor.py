@@ -1,12 +1,14 @@
 """What inductor compiles computes what the graph says, and lets go of operands as it uses them."""
 
+import operator
 import os
 import shutil
 import weakref
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import fx_feather as ff
@@ -14,6 +16,8 @@ import layouts
 from fx_feather import tree
 from fx_feather.backend import build
 from fx_feather.models import llama
+
+aten = torch.ops.aten
 
 pytestmark = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler"
@@ -42,14 +46,77 @@ def test_a_function_is_what_its_graph_says() -> None:
         assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True)), "an operand was written to"
 
 
-def test_operands_are_let_go_of() -> None:
+def test_the_same_tensor_may_come_twice() -> None:
     graph = make_fx(lambda x, y: [(x * 2 + y).relu()])(torch.ones(3), torch.ones(3)).graph
     run = build(graph, {}, "inductor")
-    operands = [torch.ones(3), torch.ones(3)]
-    alive = [weakref.ref(x) for x in operands]
+    one, five = torch.ones(3), torch.full((3,), 5.0)
+    assert torch.equal(run(one, one)[0], torch.full((3,), 3.0))
+    assert torch.equal(run(one, five)[0], torch.full((3,), 7.0))
+
+
+seen: list[bool] = []
+alive: list[weakref.ref[Tensor]] = []
+
+
+@torch.library.custom_op("fx_feather_test::look", mutates_args=())
+def look(x: Tensor) -> Tensor:
+    """Notes which operands of the function are still there."""
+    seen.extend(r() is not None for r in alive)
+    return x.clone()
+
+
+@look.register_fake
+def _(x: Tensor) -> Tensor:
+    return torch.empty_like(x)
+
+
+def test_operands_are_freed_as_they_are_used_up() -> None:
+    op = torch.ops.fx_feather_test.look.default
+    graph = make_fx(lambda x, y: [op((x @ y).relu()) @ y])(torch.ones(3, 3), torch.ones(3, 3)).graph
+    run = build(graph, {}, "inductor")
+    run(torch.ones(3, 3), torch.ones(3, 3))
+    operands = [torch.ones(3, 3), torch.ones(3, 3)]
+    alive[:] = [weakref.ref(x) for x in operands]
+    seen.clear()
     (out,) = run.boxed(operands)
-    assert operands == [] and [r() for r in alive] == [None, None]
-    assert torch.equal(out, torch.full((3,), 3.0))
+    assert seen == [False, True], "x is used up before the look, y is not"
+    assert torch.equal(out, torch.full((3, 3), 9.0))
+
+
+def collective(x: Tensor) -> Tensor:
+    """Stands for one."""
+    return x + 0
+
+
+def collective_of_many(xs: list[Tensor]) -> list[Tensor]:
+    """Stands for one that takes and gives several values."""
+    return [x + 0 for x in xs]
+
+
+def test_what_is_between_collectives_is_compiled_in_pieces() -> None:
+    """Pieces that give one tensor, items of what gives several on either side, and a list through a collective."""
+
+    def build_graph(own: Any, own_many: Any) -> fx.Graph:
+        g = fx.Graph()
+        x, y = g.placeholder("x"), g.placeholder("y")
+        a = g.call_function(aten.relu.default, (g.call_function(aten.mul.Tensor, (x, y)),))
+        b = g.call_function(aten.exp.default, (g.call_function(own, (a,)),))
+        top = g.call_function(aten.max.dim, (g.call_function(aten.tanh.default, (b,)), 1))
+        c = g.call_function(own, (y,))
+        values, places = (g.call_function(operator.getitem, (top, i)) for i in (0, 1))
+        d = g.call_function(aten.add.Tensor, (g.call_function(aten.sum.dim_IntList, (c, [1])), values))
+        many = g.call_function(own_many, ([d, g.call_function(aten.neg.default, (d,))],))
+        last = [g.call_function(operator.getitem, (many, i)) for i in (0, 1)]
+        e = g.call_function(aten.mul.Tensor, (g.call_function(aten.sin.default, (last[0],)), last[1]))
+        g.output([e, places, d])
+        return g
+
+    operands = [torch.randn(4, 6, generator=torch.Generator().manual_seed(k)) for k in range(2)]
+    graph = build_graph(collective, collective_of_many)
+    want = fx.GraphModule({}, graph)(*operands)
+    for _ in range(2):
+        for a, b in zip(build(graph, {}, "inductor")(*operands), want, strict=True):
+            torch.testing.assert_close(a, b)
 
 
 def test_a_compiled_step_is_the_eager_one() -> None:

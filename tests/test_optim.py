@@ -90,6 +90,29 @@ def test_a_fused_step_is_the_update_added(clip: float | None, dtype: torch.dtype
             torch.testing.assert_close(a, b, rtol=rtol, atol=atol)
 
 
+@pytest.mark.parametrize(
+    "optimizer",
+    [
+        optim.adamw(0.1),
+        optim.sgd(0.1, momentum=0.9),
+        optim.clip_by_global_norm(0.5),
+        optim.chain(optim.clip_by_global_norm(0.5), optim.adamw(0.1)),
+        optim.chain(optim.clip_by_global_norm(0.5), optim.clip_by_global_norm(0.1), optim.sgd(0.1)),
+        optim.chain(optim.scale(-2.0), optim.clip_by_global_norm(0.5), optim.adamw(0.1)),
+        optim.chain(optim.scale_by_adam(), optim.add_decayed_weights(0.1), optim.scale(-0.1)),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("factor", [0.25, -3.0])
+def test_a_factor_is_as_good_as_gradients_multiplied_by_it(optimizer: optim.Transform, factor: float) -> None:
+    params, grads = tensors(0, torch.float64), tensors(1, torch.float64)
+    state, number = optimizer.init(params), torch.tensor(factor, dtype=torch.float64)
+    got = optimizer.step(grads, state, params, number)
+    want = optimizer.step(tree.map(lambda g: g * factor, grads), state, params)
+    for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
+
+
 def test_adamw_decays_matrices_only_by_default() -> None:
     def grouped(p: dict[str, Tensor]) -> torch.optim.Optimizer:
         flat, deep = [p["norm"], p["scalar"]], [p["up"], p["deep"]]

@@ -87,7 +87,7 @@ def adamw(
         updates, mu, nu = (tree.unflatten(treedef, column) for column in columns(out, 3))
         return updates, {"step": state["step"] + 1, "mu": mu, "nu": nu}
 
-    def fused(grads: tree.Tree, factor: Factor, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
+    def fused(grads: tree.Tree, state: tree.Tree, params: tree.Tree, factor: Factor) -> tuple[tree.Tree, tree.Tree]:
         beside, treedef = rows("adamw.step", params, grads=grads, mu=state["mu"], nu=state["nu"])
         rate, step = schedule(state["step"]), state["step"] + 1
         rates, number = decays(decay_mask, params, weight_decay), step.to(torch.float32)

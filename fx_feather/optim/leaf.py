@@ -144,14 +144,9 @@ def root_of_sum_leaf(*parts: Tensor) -> Tensor:
     return _stacked(parts).sum().sqrt()
 
 
-def product_leaf(x: Tensor, factor: Tensor) -> Tensor:
-    """A 0-dim tensor times another, in its own dtype."""
-    return x * factor.to(x.dtype)
-
-
-def inverse_leaf(count: Tensor, dtype: torch.dtype) -> Tensor:
-    """One over a 0-dim tensor, float[]."""
-    return 1 / count.to(dtype)
+def scaled_norm_leaf(norm: Tensor, factor: Tensor) -> Tensor:
+    """The norm of a factor times what has this norm, both 0-dim."""
+    return norm * factor.to(norm.dtype).abs()
 
 
 def largest_leaf(*parts: Tensor) -> Tensor:
@@ -177,8 +172,7 @@ sum_squares = block(sum_squares_leaf, name="sum_squares")
 max_abs = block(max_abs_leaf, name="max_abs")
 total = block(total_leaf, name="total")
 root_of_sum = block(root_of_sum_leaf, name="root_of_sum")
-product = block(product_leaf, name="product")
-inverse = block(inverse_leaf, name="inverse")
+scaled_norm = block(scaled_norm_leaf, name="scaled_norm")
 largest = block(largest_leaf, name="largest")
 
 

@@ -85,10 +85,10 @@ def clip_by_global_norm(max_norm: float) -> Transform:
         return {"norm": torch.zeros((), dtype=dtype, device=device(leaves))}
 
     def update(grads: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
-        factor, state = rescale(grads, None, state)
+        factor, state = rescale(grads, state, None)
         return multiplied(grads, factor), state
 
-    def rescale(grads: tree.Tree, factor: Factor, state: tree.Tree) -> tuple[Factor, tree.Tree]:
+    def rescale(grads: tree.Tree, state: tree.Tree, factor: Factor) -> tuple[Factor, tree.Tree]:
         norm = global_norm(grads) if factor is None else scaled_norm(grads, factor)
         clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return clip if factor is None else factor * clip, {"norm": norm.to(state["norm"].dtype)}
@@ -97,5 +97,5 @@ def clip_by_global_norm(max_norm: float) -> Transform:
 
 
 def scaled_norm(grads: tree.Tree, factor: Tensor) -> Tensor:
-    """The global norm of a positive factor times the gradients."""
-    return leaf.product(global_norm(grads), factor)
+    """The global norm of a factor times the gradients; those of sums may be large, but 1e19 is far for float32."""
+    return leaf.scaled_norm(global_norm(grads), factor)

@@ -31,9 +31,9 @@ class Transform:
     Attributes:
         init, update: the pair.
         text: how it prints.
-        fused: `(grads, factor, state, params) -> (params, state)`, which gives what `update` of `factor` times the
+        fused: `(grads, state, params, factor) -> (params, state)`, which gives what `update` of `factor` times the
             gradients and then `apply_updates` give, but for rounding, in fewer passes over memory.
-        rescale: `(grads, factor, state) -> (factor, state)`, for what multiplies all gradients by one number: the new
+        rescale: `(grads, state, factor) -> (factor, state)`, for what multiplies all gradients by one number: the new
             factor, so that no pass over memory is needed for it.
 
     >>> from fx_feather.optim import sgd
@@ -44,8 +44,8 @@ class Transform:
     init: Callable[[tree.Tree], tree.Tree]
     update: Update
     text: str = "Transform(...)"
-    fused: Callable[[tree.Tree, Factor, tree.Tree, tree.Tree], tuple[tree.Tree, tree.Tree]] | None = None
-    rescale: Callable[[tree.Tree, Factor, tree.Tree], tuple[Factor, tree.Tree]] | None = None
+    fused: Callable[[tree.Tree, tree.Tree, tree.Tree, Factor], tuple[tree.Tree, tree.Tree]] | None = None
+    rescale: Callable[[tree.Tree, tree.Tree, Factor], tuple[Factor, tree.Tree]] | None = None
 
     def step(
         self, grads: tree.Tree, state: tree.Tree, params: tree.Tree, factor: Factor = None
@@ -58,7 +58,7 @@ class Transform:
         {'w': tensor([0.5000, 0.0000])}
         """
         if self.fused is not None:
-            return self.fused(grads, factor, state, params)
+            return self.fused(grads, state, params, factor)
         updates, state = self.update(multiplied(grads, factor), state, params)
         return apply_updates(params, updates), state
 
@@ -102,11 +102,11 @@ def chain(*transforms: Transform) -> Transform:
             states.append(new)
         return grads, tuple(states)
 
-    def fused(grads: tree.Tree, factor: Factor, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
+    def fused(grads: tree.Tree, state: tree.Tree, params: tree.Tree, factor: Factor) -> tuple[tree.Tree, tree.Tree]:
         states = []
         for t, own in zip(transforms[:-1], state[:-1], strict=True):
             if t.rescale is not None:
-                factor, new = t.rescale(grads, factor, own)
+                factor, new = t.rescale(grads, own, factor)
             else:
                 grads, new = t.update(multiplied(grads, factor), own, params)
                 factor = None

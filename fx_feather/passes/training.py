@@ -208,6 +208,10 @@ class Updates:
     early: list[int]
 
 
+def _mean_factor(count: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return count.to(dtype).reciprocal()
+
+
 def _is_cheap(unit: Unit) -> bool:
     """Whether a unit is one pointwise operator for each element, casts aside."""
     work = [n for n in unit.graph.nodes if n.op == "call_function" and n.target not in POINTWISE]
@@ -254,7 +258,7 @@ def optimizer_sections(
         # What the check needs is made of blocks: operators outside of blocks would share a unit with the update's.
         loss = block(_quotient, name="loss")(total, count)
         # One number, not a pass over all gradients: whoever reads them multiplies by it.
-        factor = leaf.inverse(count, norm_dtype)
+        factor = block(_mean_factor, name="mean")(count, norm_dtype)
         norm = scaled_norm(grads, factor)
         values, new = optimizer.step(grads, old, values, factor)
         return loss, norm, values if adjust is None else adjust(values, aux), new

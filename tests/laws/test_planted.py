@@ -71,12 +71,12 @@ def no_sum_for_scales(patch: pytest.MonkeyPatch) -> None:
 
 def averaged(patch: pytest.MonkeyPatch) -> None:
     """Gradients of the global mean, averaged over the ranks again."""
-    replaced(patch, training, "_mean", lambda mean: lambda g, count: mean(g, count) / 2)
+    replaced(patch, training, "_mean_factor", lambda mean: lambda count, dtype: mean(count, dtype) / 2)
 
 
 def floored_count(patch: pytest.MonkeyPatch) -> None:
     """The count divided by the axis and floored, then made whole again."""
-    replaced(patch, training, "_mean", lambda mean: lambda g, count: mean(g, count // 4 * 4))
+    replaced(patch, training, "_mean_factor", lambda mean: lambda count, dtype: mean(count // 4 * 4, dtype))
 
 
 def stale_order(patch: pytest.MonkeyPatch) -> None:

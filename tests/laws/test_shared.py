@@ -3,7 +3,10 @@
 import contextlib
 import functools as ft
 import math
+import operator
+import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -12,8 +15,8 @@ from unittest import mock
 import hypothesis.strategies as st
 import pytest
 import torch
-from hypothesis import given, settings
-from torch import Tensor
+from hypothesis import assume, given, settings
+from torch import Tensor, fx
 
 from fx_feather import channel as channels
 from fx_feather.channel import Channel, connect
@@ -23,6 +26,9 @@ from fx_feather.mesh import Mesh
 from fx_feather.program import BY_OP
 from fx_feather.shared import Shared, parts
 from fx_feather.transport import Peers, bind
+from fx_feather.unbuffered import unbuffered
+
+aten = torch.ops.aten
 
 NAMES = sorted(c.name for c in BY_OP.values() if c.communicates)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
@@ -70,10 +76,23 @@ def connected(n: int, place_bytes: int = 256, timeout_s: float = 30) -> Iterator
                 c.close()
 
 
+class Groups:
+    """Channels by the number of ranks, made again after one has failed: else each later example would fail, too."""
+
+    def __init__(self, stack: contextlib.ExitStack):
+        self._stack = stack
+        self._made: dict[int, list[Channel]] = {}
+
+    def __getitem__(self, n: int) -> list[Channel]:
+        if n not in self._made or any(c._ended for c in self._made[n]):
+            self._made[n] = self._stack.enter_context(connected(n))
+        return self._made[n]
+
+
 @pytest.fixture(scope="module")
-def groups() -> Iterator[dict[int, list[Channel]]]:
+def groups() -> Iterator[Groups]:
     with contextlib.ExitStack() as stack:
-        yield {n: stack.enter_context(connected(n)) for n in (2, 3, 4)}
+        yield Groups(stack)
 
 
 @dataclass(frozen=True)
@@ -122,10 +141,11 @@ def test_equals_the_reference(n: int, groups: Any, data: st.DataObject) -> None:
     waits = data.draw(st.permutations([*range(len(todo)), *range(len(todo))]))
     mesh = Mesh(x=n)
     want = [lockstep(c.name, c.values, mesh, "x", **c.static) for c in todo]
+    group = groups[n]
 
     def work(rank: int, everyone: Any) -> list[Tensor]:
         place = order.index(rank)
-        peers = Peers(order, place, CPU, None, groups[n][rank])
+        peers = Peers(order, place, CPU, None, group[rank])
         under_way: dict[int, Callable[[], Tensor]] = {}
         out: dict[int, Tensor] = {}
         for k in waits:
@@ -151,20 +171,81 @@ def test_equals_the_reference(n: int, groups: Any, data: st.DataObject) -> None:
 def test_many_equal_one_after_another(n: int, groups: Any, data: st.DataObject) -> None:
     name = data.draw(st.sampled_from(["psum", "all_gather", "reduce_scatter"]))
     sizes = data.draw(st.lists(st.integers(0, 90), min_size=1, max_size=6))
+    order, dtype = data.draw(st.permutations(range(n))), data.draw(st.sampled_from(DTYPES))
     rows = [n] if name == "reduce_scatter" else []
-    values = [[torch.randn(*rows, s, dtype=torch.float64) for s in sizes] for _ in range(n)]
+    values = [[(torch.randn(*rows, s, dtype=torch.float64) * 100).to(dtype) for s in sizes] for _ in range(n)]
     static = {} if name == "psum" else {"dim": 0}
     want = [lockstep(name, list(of_all), Mesh(x=n), "x", **static) for of_all in zip(*values, strict=True)]
+    group, before = groups[n], data.draw(st.booleans())
 
     def work(rank: int, everyone: Any) -> list[Tensor]:
-        run = bind(name, Peers(list(range(n)), rank, CPU, None, groups[n][rank]), static)
-        return run.many(list(values[rank]))
+        place = order.index(rank)
+        run = bind(name, Peers(order, place, CPU, None, group[rank]), static)
+        # Another collective may be under way, so that these are read later than they are given.
+        other = bind("psum", Peers(order, place, CPU, None, group[rank]), {}).start(torch.ones(3)) if before else None
+        wait = run.many.start(list(values[place]))
+        if other is not None:
+            assert other()[0] == n
+        return wait()
 
     for rank, got in enumerate(together(n, work)):
         assert isinstance(got, list), got
         for x, of_all in zip(got, want, strict=True):
-            assert torch.equal(x, of_all[rank].view(x.shape))
+            assert torch.equal(x, of_all[order.index(rank)].view(x.shape))
             assert x.shape[-1:] == (of_all[rank].numel() // (n if name == "all_gather" else 1),)
+
+
+@pytest.mark.parametrize("n", [2, 3])
+@settings(deadline=None)
+@given(data=st.data())
+def test_a_graph_without_buffers_gives_the_same_bits(n: int, groups: Any, data: st.DataObject) -> None:
+    """Graphs that join values, send them and take them apart, of which only some have the form that is rewritten."""
+    name = data.draw(st.sampled_from(["psum", "all_gather", "reduce_scatter"]))
+    lead = data.draw(st.sampled_from([[], [n], [2], [n, 1], [1]]))
+    sizes = data.draw(st.lists(st.integers(0, 5), min_size=1, max_size=3))
+    dtypes = [data.draw(st.sampled_from(DTYPES[:2])) for _ in sizes]
+    along = data.draw(st.integers(0, len(lead)))
+    shapes = [[*lead[:along], s, *lead[along:]] for s in sizes]
+    static = {} if name == "psum" else {"dim": 0}
+    values = [[torch.randn(s).to(d) for s, d in zip(shapes, dtypes, strict=True)] for _ in range(n)]
+    joined = torch.cat(values[0], along)
+    assume(name != "reduce_scatter" or joined.shape[0] % n == 0)
+    result = COLLECTIVES[name].reference([torch.cat(v, along) for v in values], **static)[0]
+    views = [[-1], [n, -1] if result.numel() % n == 0 and result.numel() else [-1], list(result.shape), None]
+    view = data.draw(st.sampled_from(views))
+    source = result if view is None else result.view(view)
+    cut = data.draw(st.integers(0, source.ndim - 1))
+    total = source.shape[cut]
+    split = sizes if sum(sizes) == total else [total]
+
+    def graph(run: Any) -> fx.Graph:
+        g = fx.Graph()
+        xs = [g.placeholder(f"x{i}") for i in range(len(sizes))]
+        for x, v in zip(xs, values[0], strict=True):
+            x.meta["val"] = v
+        nodes = [(aten.cat.default, (xs, along), joined), (run, (), result)]
+        if view is not None:
+            nodes.append((aten.view.default, (view,), source))
+        nodes.append((aten.split_with_sizes.default, (split, cut), source.split(split, cut)))
+        last: Any = None
+        for target, args, val in nodes:
+            last = g.call_function(target, args if last is None else (last, *args))
+            last.meta["val"] = val
+        g.output([g.call_function(operator.getitem, (last, i)) for i in range(len(split))])
+        return g
+
+    group = groups[n]
+
+    def work(rank: int, everyone: Any) -> tuple[list[Tensor], list[Tensor]]:
+        run = bind(name, Peers(list(range(n)), rank, CPU, None, group[rank]), static)
+        plain, rewritten = graph(run), graph(run)
+        unbuffered(rewritten)
+        return tuple(list(fx.GraphModule({}, g)(*values[rank])) for g in (plain, rewritten))
+
+    for got in together(n, work):
+        assert isinstance(got, tuple), got
+        for a, b in zip(*got, strict=True):
+            assert a.dtype == b.dtype and torch.equal(a, b)
 
 
 @settings(deadline=None)
@@ -232,6 +313,56 @@ def test_a_rank_that_fails_in_between_stops_the_others() -> None:
         ended = together(2, work)
     assert isinstance(ended[1], MemoryError)
     assert isinstance(ended[0], RuntimeError)
+
+
+def test_a_channel_that_failed_says_so_again_at_once() -> None:
+    with connected(2, timeout_s=0.25) as group:
+        for text in ("Timed out", "Connection closed: an earlier collective failed with RuntimeError: Timed out"):
+            started = time.monotonic()
+            with pytest.raises(RuntimeError, match=text):
+                psum(group[0], 0, 2, torch.ones(4))
+        assert time.monotonic() - started < 0.2
+
+
+def test_an_interrupt_ends_the_channel() -> None:
+    """To go on would be to wait for messages that were read already."""
+    with connected(2) as group:
+
+        def interrupted(*values: Tensor, out: Tensor) -> Tensor:
+            raise KeyboardInterrupt
+
+        interrupted.__name__ = "add"
+
+        def work(rank: int, everyone: Any) -> Any:
+            try:
+                return Shared(group[rank], [0, 1]).all_reduce(torch.ones(4), interrupted if rank else torch.add)()
+            except KeyboardInterrupt:
+                return "interrupted"
+
+        together(2, work)
+        ended = together(2, lambda rank, everyone: psum(group[rank], rank, 2, torch.ones(4)))
+    assert all(isinstance(e, RuntimeError) and "Connection closed" in str(e) for e in ended)
+
+
+def test_a_forked_process_does_not_hide_the_end_of_a_rank() -> None:
+    with connected(2) as group:
+        read, write = os.pipe()
+        child = os.fork()
+        if child == 0:
+            # Only what must be done: threads and pytest are not this process's.
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        try:
+            group[1].close()
+            started = time.monotonic()
+            with pytest.raises(RuntimeError, match="Connection closed by peer: rank 1"):
+                psum(group[0], 0, 2, torch.ones(4))
+            assert time.monotonic() - started < 5
+        finally:
+            os.close(write)
+            os.waitpid(child, 0)
+            os.close(read)
 
 
 @pytest.mark.parametrize("why", ["asked", "other machine", "no such call"])
