@@ -1,4 +1,4 @@
-"""Measures each layout of fx_feather beside what PyTorch itself offers for it, in turns, on CPU ranks with gloo.
+"""Measures each layout of fx_feather beside what PyTorch itself offers for it, in turns, on the CPU ranks of a machine.
 
     python examples/benchmarks/bench.py                                       # or: make bench
     python examples/benchmarks/bench.py --size medium --ranks 2,4 --rows fsdp,tp --rounds 5
