@@ -5,6 +5,7 @@ import contextlib
 import math
 import mmap
 import os
+import select
 import socket
 import struct
 import tempfile
@@ -63,12 +64,11 @@ class Channel:
         self.place_bytes = len(memories[0]) // 2
         self._bytes = [torch.frombuffer(m, dtype=torch.uint8) for m in memories]
         self._sockets = sockets
-        limit = struct.pack("ll", int(timeout_s), int(timeout_s % 1 * 1e6))
-        for s in sockets.values():
-            # The system's own limits: Python's would take a second call for each message.
-            s.setblocking(True)
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
-            s.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+        self._limit_ms = 1e3 * timeout_s
+        self._polls = {k: select.poll() for k in sockets}
+        for k, s in sockets.items():
+            s.setblocking(False)
+            self._polls[k].register(s, select.POLLIN)
         self._under_way: collections.deque[_Call[Any]] = collections.deque()
         self._round = 0
         self._message = b""
@@ -152,7 +152,7 @@ class Channel:
         """Waits until all others have shown what belongs to this round."""
         for k, s in self._sockets.items():
             try:
-                heard = s.recv(len(self._message), socket.MSG_WAITALL)
+                heard = self._receive(k, s)
             except OSError as e:
                 self._lost(k, e)
             if heard != self._message:
@@ -167,8 +167,17 @@ class Channel:
                     fix="run the same steps and calls on all ranks, in the same order",
                 )
 
+    def _receive(self, k: int, s: socket.socket) -> bytes:
+        try:
+            return s.recv(len(self._message))
+        except BlockingIOError:
+            # Not by a limit of the socket itself: each signal would start that anew.
+            if not self._polls[k].poll(self._limit_ms):
+                raise TimeoutError from None
+            return s.recv(len(self._message))
+
     def _lost(self, k: int, error: OSError | None) -> None:
-        if isinstance(error, BlockingIOError):
+        if isinstance(error, TimeoutError):
             raise RuntimeError(f"Timed out waiting for rank {self._ranks[k]} in shared memory") from error
         raise RuntimeError(f"Connection closed by peer: rank {self._ranks[k]}, in shared memory") from error
 
@@ -229,21 +238,23 @@ def connect(ranks: Sequence[int], index: int, everyone: Callable[[Any], list[Any
             return None
         sockets: dict[int, socket.socket] = {}
         opened = stack.enter_context(contextlib.ExitStack())
-        own, reached = -1, False
+        memories: dict[int, mmap.mmap] = {}
+        own, fine = -1, False
         with contextlib.suppress(OSError):
             own = os.memfd_create("fx_feather")
             stack.callback(os.close, own)
             os.truncate(own, 2 * PLACE_BYTES)
+            memories[index] = mmap.mmap(own, 2 * PLACE_BYTES)
             for k in range(index):
                 sockets[k] = s = opened.enter_context(socket.socket(socket.AF_UNIX))
                 s.settimeout(_CONNECT_S)
                 s.connect(paths[k])
                 _send_memory(s, index, own)
-            reached = True
-        if not all(everyone(reached)):
+            fine = True
+        if not all(everyone(fine)):
             return None
-        try:
-            memories = {index: mmap.mmap(own, 2 * PLACE_BYTES)}
+        fine = False
+        with contextlib.suppress(OSError, struct.error):
             for _ in range(index + 1, len(paths)):
                 s = opened.enter_context(door.accept()[0])
                 s.settimeout(_CONNECT_S)
@@ -252,8 +263,11 @@ def connect(ranks: Sequence[int], index: int, everyone: Callable[[Any], list[Any
                 _send_memory(s, index, own)
             for k in range(index):
                 _, memories[k] = _receive_memory(sockets[k])
-        except (OSError, struct.error) as e:
-            raise RuntimeError(f"Connection closed by peer while ranks of one machine connect: {e}") from e
+            fine = True
+        if not fine:
+            opened.close()  # so that the others wait no longer
+        if not all(everyone(fine)):
+            return None
         opened.pop_all()
     order = range(len(paths))
     others = {k: sockets[k] for k in order if k != index}
@@ -268,13 +282,22 @@ def _door() -> Iterator[socket.socket | None]:
         if os.environ.get("FX_FEATHER_SHARED_MEMORY") != "0" and hasattr(os, "memfd_create"):
             # No folder for it, a path that is too long, a file system without sockets, too many open files.
             with contextlib.suppress(OSError):
-                folder = stack.enter_context(tempfile.TemporaryDirectory())
+                folder = tempfile.mkdtemp()
+                stack.callback(_remove, folder)
                 made = stack.enter_context(socket.socket(socket.AF_UNIX))
                 made.settimeout(_CONNECT_S)
                 made.bind(os.path.join(folder, "door"))
                 made.listen(1024)
                 door = made
         yield door
+
+
+def _remove(folder: str) -> None:
+    # Not by what lists the folder first: that would open a file, of which there may be too many.
+    with contextlib.suppress(OSError):
+        os.unlink(os.path.join(folder, "door"))
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
 
 
 def _send_memory(s: socket.socket, index: int, memory: int) -> None:

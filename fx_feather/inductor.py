@@ -11,6 +11,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
+from .errors import BackendError, message
+
 Boxed = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
 
@@ -60,4 +62,16 @@ def _compile(module: fx.GraphModule, args: list[torch.Tensor]) -> Boxed:
     with torch.no_grad(), tracing(TracingContext(mode)), V.set_fake_mode(mode):
         lowered = make_fx(torch.func.functionalize(flat), select_decomp_table())(*fakes)
         joint_graph_passes(lowered)
-        return compile_fx_inner(lowered, fakes)
+        try:
+            return compile_fx_inner(lowered, fakes)
+        except Exception as e:
+            if "InvalidCxxCompiler" not in f"{type(e).__name__}: {e}":
+                raise
+            parts = message(
+                call='backend="inductor"',
+                got=str(e).splitlines()[0],
+                number="there is no C++ compiler that works",
+                rule="on CPUs inductor writes C++, which has to be compiled",
+                fix='install g++, name a compiler in the environment variable CXX, or take backend="eager"',
+            )
+            raise BackendError(parts) from e

@@ -20,7 +20,8 @@ _SAME_MEMORY = {aten._unsafe_view.default, aten._reshape_alias.default}
 def held_alone(xs: list[torch.Tensor], k: int) -> bool:
     """Whether nobody but this list holds the tensor at a place in it, and no other tensor or array its memory."""
     storage = xs[k].untyped_storage()
-    if sys.getrefcount(storage) != _ALONE_STORAGE:
+    # Another process may hold what is shared.
+    if sys.getrefcount(storage) != _ALONE_STORAGE or storage.is_shared():
         return False
     # Not only Python holds tensors: a collective under way does, and an array or a capsule made from one.
     # Without that count it can't be known.

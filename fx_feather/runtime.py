@@ -72,6 +72,8 @@ def _pause_at_exit() -> None:
 
 _groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 _channels: dict[dist.ProcessGroup, Channel | None] = {}
+#: For a world in which this rank failed amid a section, why: its collectives don't meet those of the others any more.
+_failed: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
 
 
 class Runtime:
@@ -166,7 +168,33 @@ class Runtime:
             )
 
     def run(self, section: Section, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-        """The outputs of a section on this rank."""
+        """The outputs of a section on this rank.
+
+        Raises:
+            RankError: another rank failed, or this one did, in this section or an earlier one.
+        """
+        if self.mesh.size == 1:
+            return self._run(section, inputs)
+        world = dist.group.WORLD
+        if world in _failed:
+            fail(
+                RankError,
+                call=f"rank {self.rank} of {self.mesh!r}",
+                got=f"section {section.name!r}",
+                number=f"an earlier section failed on this rank: {_failed[world]}",
+                rule="all ranks take part in every collective; where one left off is not where the others are",
+                fix="start all ranks again; look at the first error",
+            )
+        try:
+            return self._run(section, inputs)
+        except BaseException as e:
+            _failed[world] = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+            for channel in _channels.values():
+                if channel is not None:
+                    channel.close(_failed[world])
+            raise
+
+    def _run(self, section: Section, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         # What the program made may be written over once nobody needs it; what a user brought may not, nor views of it.
         foreign = {_memory(x) for x in inputs if self._made.get(id(x)) is not x}
         env: dict[int, torch.Tensor | Pending] = dict(zip(section.inputs, inputs, strict=True))

@@ -113,6 +113,18 @@ def test_a_factor_is_as_good_as_gradients_multiplied_by_it(optimizer: optim.Tran
         torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
 
 
+@pytest.mark.parametrize("size", [1e-30, 1e30])
+def test_a_norm_is_taken_of_what_is_multiplied_already(size: float) -> None:
+    """Squares of sums leave the range of float32 where those of their mean don't."""
+    params, grads = tensors(0, torch.float32), tensors(1, torch.float32)
+    optimizer = optim.chain(optim.clip_by_global_norm(0.5), optim.sgd(0.1))
+    want = optimizer.step(grads, optimizer.init(params), params)
+    sums = tree.map(lambda g: g * size, grads)
+    got = optimizer.step(sums, optimizer.init(params), params, torch.tensor(1 / size))
+    for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
+        torch.testing.assert_close(a, b)
+
+
 def test_adamw_decays_matrices_only_by_default() -> None:
     def grouped(p: dict[str, Tensor]) -> torch.optim.Optimizer:
         flat, deep = [p["norm"], p["scalar"]], [p["up"], p["deep"]]

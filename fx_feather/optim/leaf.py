@@ -123,9 +123,11 @@ def apply_leaf(param: Tensor, update: Tensor) -> Tensor:
     return (param.to(wide) + update.to(wide)).to(param.dtype)
 
 
-def sum_squares_leaf(x: Tensor) -> Tensor:
-    """The sum of squares of a leaf."""
+def sum_squares_leaf(x: Tensor, factor: Tensor | None = None) -> Tensor:
+    """The sum of squares of a factor times a leaf: squares of what is not multiplied yet may be too large."""
     x = wide(x)
+    if factor is not None:
+        x = x * factor.to(x.dtype)
     return (x * x).sum()
 
 
@@ -142,11 +144,6 @@ def total_leaf(*parts: Tensor) -> Tensor:
 def root_of_sum_leaf(*parts: Tensor) -> Tensor:
     """The root of a sum of 0-dim tensors, in the widest of their dtypes."""
     return _stacked(parts).sum().sqrt()
-
-
-def scaled_norm_leaf(norm: Tensor, factor: Tensor) -> Tensor:
-    """The norm of a factor times what has this norm, both 0-dim."""
-    return norm * factor.to(norm.dtype).abs()
 
 
 def largest_leaf(*parts: Tensor) -> Tensor:
@@ -172,7 +169,6 @@ sum_squares = block(sum_squares_leaf, name="sum_squares")
 max_abs = block(max_abs_leaf, name="max_abs")
 total = block(total_leaf, name="total")
 root_of_sum = block(root_of_sum_leaf, name="root_of_sum")
-scaled_norm = block(scaled_norm_leaf, name="scaled_norm")
 largest = block(largest_leaf, name="largest")
 
 

@@ -40,8 +40,16 @@ def global_norm(values: tree.Tree, ord: float = 2) -> Tensor:
     if not leaves:
         return torch.zeros(())
     if ord == 2:
-        return leaf.root_of_sum(*_folded(leaf.total, leaves, leaf.sum_squares.each([(x,) for x in leaves])))
+        return scaled_norm(leaves, None)
     return leaf.largest(*_folded(leaf.largest, leaves, leaf.max_abs.each([(x,) for x in leaves])))
+
+
+def scaled_norm(grads: tree.Tree, factor: Factor) -> Tensor:
+    """The global norm of a factor times the gradients."""
+    leaves = [x for x in tree.leaves(grads) if x.numel()]
+    if not leaves:
+        return torch.zeros(())
+    return leaf.root_of_sum(*_folded(leaf.total, leaves, leaf.sum_squares.each([(x, factor) for x in leaves])))
 
 
 def _folded(combine: Block, leaves: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
@@ -89,13 +97,8 @@ def clip_by_global_norm(max_norm: float) -> Transform:
         return multiplied(grads, factor), state
 
     def rescale(grads: tree.Tree, state: tree.Tree, factor: Factor) -> tuple[Factor, tree.Tree]:
-        norm = global_norm(grads) if factor is None else scaled_norm(grads, factor)
+        norm = scaled_norm(grads, factor)
         clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
         return clip if factor is None else factor * clip, {"norm": norm.to(state["norm"].dtype)}
 
     return Transform(init, update, text("clip_by_global_norm", {"max_norm": max_norm}), rescale=rescale)
-
-
-def scaled_norm(grads: tree.Tree, factor: Tensor) -> Tensor:
-    """The global norm of a factor times the gradients; those of sums may be large, but 1e19 is far for float32."""
-    return leaf.scaled_norm(global_norm(grads), factor)

@@ -5,10 +5,13 @@ import functools as ft
 import math
 import operator
 import os
+import resource
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -316,6 +319,43 @@ def test_a_rank_that_fails_in_between_stops_the_others() -> None:
         ended = together(2, work)
     assert isinstance(ended[1], MemoryError)
     assert isinstance(ended[0], RuntimeError)
+
+
+def test_signals_do_not_make_a_rank_wait_longer() -> None:
+    """Those of a profiler, say: each would start a limit of the system anew."""
+    before = signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.setitimer(signal.ITIMER_REAL, 0.05, 0.05)
+    try:
+        with connected(2, timeout_s=0.3) as group:
+            started = time.monotonic()
+            with pytest.raises(RuntimeError, match="Timed out"):
+                psum(group[0], 0, 2, torch.ones(4))
+            assert time.monotonic() - started < 5
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.parametrize("room", range(6))
+def test_without_room_for_files_all_ranks_do_without(room: int) -> None:
+    """Rank 1 may open so many more."""
+
+    def work(rank: int, everyone: Any) -> Channel | None:
+        return connect(range(2), rank, everyone, 1)
+
+    # Both ranks are threads of this process, so rank 0's files count as well.
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(p.name) for p in Path("/proc/self/fd").iterdir())
+    taken = len(list(Path("/proc/self/fd").iterdir())) - 1
+    fill = [os.open("/dev/null", os.O_RDONLY) for _ in range(highest + 1 - taken)]
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir("/proc/self/fd"))) + room, hard))
+        found = together(2, work)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for f in fill:
+            os.close(f)
+    assert found == [None, None]
 
 
 def test_a_channel_that_failed_says_so_again_at_once() -> None:

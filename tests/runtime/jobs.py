@@ -241,8 +241,28 @@ def whole_values() -> dict[str, Any]:
     return {"history": history, "step": state.step, "values": [x.double().reshape(-1).tolist() for x in leaves]}
 
 
+def fails_amid() -> list[list[str]]:
+    """Three calls, in the second of which an operator of rank 1 fails after a collective; what each raises here."""
+    template = {"a": ff.Param("embed", (4,), ff.ones(), torch.float64)}
+    batch = {"x": torch.ones(4, 4, dtype=torch.float64), "at": torch.zeros(4, 1, dtype=torch.int64)}
+    f = ff.compile(
+        lambda params, batch: (batch["x"] * params["a"]).gather(1, batch["at"]),
+        template=template,
+        mesh=ff.Mesh(dp=2),
+        layout=layouts.fsdp("dp"),
+        batch=batch,
+        batch_dims={"x": "batch _", "at": "batch _"},
+        device="cpu",
+    )
+    params, good = f.init_params(), f.shard(batch)
+    bad = {**good, "at": good["at"] + 9 * RANK}
+    return [caught(f, params, b) for b in (good, bad, good)]
+
+
 def world_of_two(out: Path) -> dict[str, Any]:
-    return {"ddp": train("ddp", out), "refusals": refusals(), "whole": whole_values()}
+    found = {"ddp": train("ddp", out), "refusals": refusals(), "whole": whole_values()}
+    # The last: after it this world is no use.
+    return {**found, "fails_amid": fails_amid()}
 
 
 def failing_world(out: Path, fault: Callable[[], None]) -> dict[str, Any]:

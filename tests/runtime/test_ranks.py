@@ -193,6 +193,16 @@ def test_a_whole_batch_where_a_part_belongs(two) -> None:
         assert "step.shard(batch)" in text
 
 
+def test_a_rank_that_fails_amid_a_section_stops_all(two) -> None:
+    """It is not where the others are any more: its next collective would meet another one of theirs."""
+    _, (zero, one) = two
+    assert [kind for kind, _ in zero["fails_amid"][:2]] == ["nothing", "nothing"]
+    assert [kind for kind, _ in one["fails_amid"][:2]] == ["nothing", "RuntimeError"]
+    assert "lost another rank" in five_parts(zero["fails_amid"][2], "RankError")
+    text = five_parts(one["fails_amid"][2], "RankError")
+    assert "an earlier section failed on this rank: RuntimeError: index 9 is out of bounds" in text
+
+
 def test_a_killed_rank_ends_the_others(tmp_path) -> None:
     ended = launch("killed", 2, tmp_path, timeout_s=60)
     assert ended[1].code == 7
@@ -264,7 +274,15 @@ def test_an_update_writes_over_what_the_last_one_made() -> None:
     plain, places = updates(lambda params: None)
     assert places[0] == places[1] == places[3]
     # Nothing may change under who holds a value, a view of it or an array on its memory.
-    ways = (lambda x: x, lambda x: x[:1], lambda x: x.numpy(), lambda x: x.detach(), torch.utils.dlpack.to_dlpack)
+    ways = (
+        lambda x: x,
+        lambda x: x[:1],
+        lambda x: x.numpy(),
+        lambda x: x.detach(),
+        torch.utils.dlpack.to_dlpack,
+        # Another process may have it.
+        lambda x: x.share_memory_(),
+    )
     for way in ways:
         held, before = [], []
 
