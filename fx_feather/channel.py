@@ -64,7 +64,7 @@ class Channel:
         self.place_bytes = len(memories[0]) // 2
         self._bytes = [torch.frombuffer(m, dtype=torch.uint8) for m in memories]
         self._sockets = sockets
-        self._limit_ms = 1e3 * timeout_s
+        self._limit_ms = min(1e3 * timeout_s, 2.0**31 - 1)  # what poll takes
         self._polls = {k: select.poll() for k in sockets}
         for k, s in sockets.items():
             s.setblocking(False)

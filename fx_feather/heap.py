@@ -11,6 +11,18 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 _NEVER = (1 << 31) - 1
 
 
+@ft.cache
+def _is_glibc() -> bool:
+    return platform.libc_ver()[0] == "glibc"
+
+
+def give_back() -> None:
+    """Returns to the system what is free now, such as what a compilation left behind."""
+    if _is_glibc():
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+@ft.cache
 def keep_freed() -> bool:
     """Lets the C library keep the memory that tensors free, for the whole process; whether it does.
 
@@ -21,26 +33,11 @@ def keep_freed() -> bool:
 
     Whoever sets one of glibc's own variables (`MALLOC_TRIM_THRESHOLD_`, `MALLOC_MMAP_THRESHOLD_`, `GLIBC_TUNABLES`)
     has the last word. Other C libraries are left as they are.
-
-    What is free when this is called, such as what a compilation left, goes back first.
     """
-    if platform.libc_ver()[0] != "glibc":
-        return False
-    _libc().malloc_trim(0)
-    return _keeps()
-
-
-@ft.cache
-def _libc() -> ctypes.CDLL:
-    return ctypes.CDLL(None)
-
-
-@ft.cache
-def _keeps() -> bool:
     chosen = any(name in os.environ for name in ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES"))
-    if chosen:
+    if chosen or not _is_glibc():
         return False
-    mallopt = _libc().mallopt
+    mallopt = ctypes.CDLL(None).mallopt
     # Either alone would stop glibc from raising both by itself. Older versions map 32 MiB and more apart anyway.
     mapped = mallopt(_MMAP_THRESHOLD, _NEVER) or mallopt(_MMAP_THRESHOLD, 32 << 20)
     return bool(mapped and mallopt(_TRIM_THRESHOLD, _NEVER))

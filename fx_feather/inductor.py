@@ -12,6 +12,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from .errors import BackendError, message
+from .heap import give_back
 
 Boxed = Callable[[list[torch.Tensor]], list[torch.Tensor]]
 
@@ -31,6 +32,7 @@ def compiled(module: fx.GraphModule) -> Callable[..., Any]:
         strides = tuple(x.stride() for x in args)
         if strides not in made:
             made[strides] = _compile(module, args)
+            give_back()
         return list(made[strides](args))
 
     def run(*args: torch.Tensor) -> Any:

@@ -22,7 +22,7 @@ from .channel import Channel, connect
 from .collectives import Collective
 from .deferred import Pending, deferred, started, values
 from .errors import MeshError, RankError, fail, message
-from .heap import keep_freed
+from .heap import give_back, keep_freed
 from .mesh import Mesh
 from .program import BY_OP, Func, Section
 from .reuse import held_alone
@@ -90,6 +90,7 @@ class Runtime:
         self.device_mesh: DeviceMesh | None = None
         self.device = torch.device(device)
         if self.device.type == "cpu":
+            give_back()
             keep_freed()
         if in_world() and not dist.is_initialized():
             if device == "cuda":

@@ -79,7 +79,6 @@ class Shared:
         self._channel = channel
         self._order = list(order)
         self._me = self._order.index(channel.index)
-        self._others = [p for p in range(len(self._order)) if p != self._me]
 
     def _places(self, what: str, shape: Sequence[int], dtype: torch.dtype) -> list[Tensor]:
         places = self._channel.places(what, shape, dtype)

@@ -33,6 +33,8 @@ from fx_feather.unbuffered import unbuffered
 
 aten = torch.ops.aten
 
+pytestmark = pytest.mark.skipif(not hasattr(os, "memfd_create"), reason="ranks share memory on Linux alone")
+
 NAMES = sorted(c.name for c in BY_OP.values() if c.communicates)
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64)
 CPU = torch.device("cpu")
@@ -387,6 +389,7 @@ def test_an_interrupt_ends_the_channel() -> None:
     assert all(isinstance(e, RuntimeError) and "Connection closed" in str(e) for e in ended)
 
 
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_forked_process_does_not_hide_the_end_of_a_rank() -> None:
     with connected(2) as group:
         read, write = os.pipe()
