@@ -35,7 +35,7 @@ def _halved(outer: str, inner: str, least: int) -> Callable[[int], dict[str, int
 
 ROWS = {
     "eager": Row("eager", _alone, ()),
-    "compiled": Row("torch.compile", _alone, (), (("backend", "inductor"),)),
+    "compiled": Row("torch.compile", _alone, (), (("backend", "inductor"), ("remat", "selective"))),
     "ddp": Row("DistributedDataParallel", _flat("dp"), (("ddp", ("dp",)),)),
     "fsdp": Row("fully_shard (FSDP2)", _flat("dp"), (("fsdp", ("dp",)),)),
     "hsdp": Row("fully_shard (HSDP)", _halved("replica", "shard", 4), (("hsdp", ("replica", "shard")),)),
