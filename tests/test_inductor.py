@@ -3,6 +3,7 @@
 import operator
 import os
 import shutil
+import warnings
 import weakref
 from typing import Any
 
@@ -15,11 +16,12 @@ import fx_feather as ff
 import layouts
 from fx_feather import tree
 from fx_feather.backend import build
+from fx_feather.errors import BackendError
 from fx_feather.models import llama
 
 aten = torch.ops.aten
 
-pytestmark = pytest.mark.skipif(
+compiles = pytest.mark.skipif(
     shutil.which(os.environ.get("CXX", "g++")) is None, reason="inductor needs a C++ compiler"
 )
 
@@ -33,6 +35,7 @@ def several(x: Tensor, y: Tensor, out: Tensor) -> list[Tensor]:
     return [x, x[1:], b.mT, a.sum(0), made, out.exp() - a]
 
 
+@compiles
 def test_a_function_is_what_its_graph_says() -> None:
     operands = [torch.randn(4, 6, generator=torch.Generator().manual_seed(k)) for k in range(3)]
     graph = make_fx(several)(*operands).graph
@@ -46,6 +49,7 @@ def test_a_function_is_what_its_graph_says() -> None:
         assert all(torch.equal(a, b) for a, b in zip(args, before, strict=True)), "an operand was written to"
 
 
+@compiles
 def test_the_same_tensor_may_come_twice() -> None:
     graph = make_fx(lambda x, y: [(x * 2 + y).relu()])(torch.ones(3), torch.ones(3)).graph
     run = build(graph, {}, "inductor")
@@ -70,6 +74,7 @@ def _(x: Tensor) -> Tensor:
     return torch.empty_like(x)
 
 
+@compiles
 def test_operands_are_freed_as_they_are_used_up() -> None:
     op = torch.ops.fx_feather_test.look.default
     graph = make_fx(lambda x, y: [op((x @ y).relu()) @ y])(torch.ones(3, 3), torch.ones(3, 3)).graph
@@ -93,6 +98,7 @@ def collective_of_many(xs: list[Tensor]) -> list[Tensor]:
     return [x + 0 for x in xs]
 
 
+@compiles
 def test_what_is_between_collectives_is_compiled_in_pieces() -> None:
     """Pieces that give one tensor, items of what gives several on either side, and a list through a collective."""
 
@@ -119,6 +125,7 @@ def test_what_is_between_collectives_is_compiled_in_pieces() -> None:
             torch.testing.assert_close(a, b)
 
 
+@compiles
 def test_a_compiled_step_is_the_eager_one() -> None:
     cfg = llama.LlamaConfig(vocab=14, layers=2, embed=8, heads=2, kv_heads=1, mlp=12, dtype=torch.float64)
     g = torch.Generator().manual_seed(0)
@@ -138,3 +145,15 @@ def test_a_compiled_step_is_the_eager_one() -> None:
     both = zip(*(tree.leaves((s.params, s.opt)) for s in states), strict=True)
     for a, b in both:
         torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-12)
+
+
+def test_without_a_compiler_the_message_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # torch's, of modules of its own
+        from torch._inductor import config
+    monkeypatch.setattr(config.cpp, "cxx", (None, "no-such-compiler"))
+    graph = make_fx(lambda x: [x.sin() * 0.37 + x.cos()])(torch.ones(3)).graph
+    with pytest.raises(BackendError) as error:
+        build(graph, {}, "inductor")(torch.ones(3))
+    assert all(part in str(error.value) for part in ("got:", "problem:", "rule:", "fix:"))
+    assert "there is no C++ compiler that works" in str(error.value)
