@@ -13,8 +13,6 @@ from .channel import Channel
 from .collectives import COLLECTIVES
 from .shared import Shared, reduced
 
-aten = torch.ops.aten
-
 Static = dict[str, Any]
 #: Starts a collective, and gives what waits for its result.
 Start = Callable[[Tensor], Callable[[], Tensor]]

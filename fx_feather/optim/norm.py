@@ -36,20 +36,24 @@ def global_norm(values: tree.Tree, ord: float = 2) -> Tensor:
         {"ord": ord},
         [("ord", ord in (2, math.inf), "the norms are 2 and math.inf", "ord=2")],
     )
-    leaves = [x for x in tree.leaves(values) if x.numel()]
+    if ord == 2:
+        return scaled_norm(values, None)
+    leaves = _not_empty(values)
     if not leaves:
         return torch.zeros(())
-    if ord == 2:
-        return scaled_norm(leaves, None)
     return leaf.largest(*_folded(leaf.largest, leaves, leaf.max_abs.each([(x,) for x in leaves])))
 
 
 def scaled_norm(grads: tree.Tree, factor: Factor) -> Tensor:
     """The global norm of a factor times the gradients."""
-    leaves = [x for x in tree.leaves(grads) if x.numel()]
+    leaves = _not_empty(grads)
     if not leaves:
         return torch.zeros(())
     return leaf.root_of_sum(*_folded(leaf.total, leaves, leaf.sum_squares.each([(x, factor) for x in leaves])))
+
+
+def _not_empty(values: tree.Tree) -> list[Tensor]:
+    return [x for x in tree.leaves(values) if x.numel()]
 
 
 def _folded(combine: Block, leaves: list[Tensor], parts: list[Tensor]) -> list[Tensor]:
