@@ -19,6 +19,7 @@ from ..spec import Type
 from ..trace import block, trace
 from ..unit import GlobalProgram, Unit, avals
 from .order import by_output
+from .parts import in_parts
 from .reach import gradient_type, needs_gradient, reached_by_cotangents
 from .stitch import Stitcher
 
@@ -278,7 +279,8 @@ def optimizer_sections(
         operators=True,
     )
     inputs = [*s.like(reduced), *(s.new(t) for t in (*state_types, *at_rest))]
-    f = s.forward(program, inputs, {})
+    program, parts = in_parts(s, program, inputs[:n])
+    f = s.forward(program, [*inputs, *parts], {})
     rows = [call.rows for call in f.calls]
     early = by_output(rows, program.outputs[:2])
     s.run_forward(f, {}, set(), early)

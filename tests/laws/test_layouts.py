@@ -13,6 +13,16 @@ import fx_feather as ff
 import layouts
 from fx_feather import testing
 from fx_feather.models import llama
+from fx_feather.passes import parts
+
+
+@pytest.fixture(scope="module", autouse=True)
+def sums_in_parts():
+    """Values of these sizes too are summed in parts, for their norm, where several ranks hold them alike."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(parts, "WORTH_PARTS", 1)
+        yield
+
 
 DATA = ("ddp", "zero1", "zero2", "fsdp")
 TENSOR = ("tp", "tp_sp")
