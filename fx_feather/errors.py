@@ -45,7 +45,7 @@ class OptimizerError(FeatherError):
 
 
 class BackendError(FeatherError):
-    """A backend that does not exist."""
+    """A backend, or a library behind one, that does not exist or is not there."""
 
 
 class StateError(FeatherError):

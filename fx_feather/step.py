@@ -16,6 +16,7 @@ from .optim import Transform
 from .passes.differentiate import REMAT
 from .passes.fuse import fuse
 from .passes.interleave import interleave
+from .passes.matmul import by_onednn, check_matmul
 from .passes.overlap import overlap
 from .passes.stitch import Funcs, Stitcher
 from .passes.training import gradient_sections, loss_function, optimizer_sections
@@ -36,6 +37,7 @@ class Options:
     reshard: bool
     bucket_bytes: int
     prefetch_bytes: int | None
+    matmul: str
     backend: str
 
 
@@ -55,6 +57,7 @@ class Step(Common):
         options: "Options",
     ):
         accumulate, bucket = options.accumulate, options.bucket_bytes
+        check_matmul(options.matmul)
         super().__init__(template, mesh, layout, batch, batch_dims, options.device, accumulate, options.backend)
         s = Stitcher(Funcs(mesh, layout, self.device, options.remat))
         wrapped = loss_function(loss_fn)
@@ -81,6 +84,8 @@ class Step(Common):
         self.program = Program(mesh, sections)
         for func in self.program.funcs():
             interleave(func.graph)
+            if options.matmul == "onednn":
+                by_onednn(func.graph)
 
     def _adjusting(self, adjust: Callable[[Any, Any], Any] | None) -> Callable[[Any, Any], Any] | None:
         if adjust is None:
@@ -309,6 +314,7 @@ def compile_step(
     reshard: bool = True,
     bucket_bytes: int = BUCKET_BYTES,
     prefetch_bytes: int | None = None,
+    matmul: str = "aten",
     backend: str = "eager",
     adjust: Callable[[Any, Any], Any] | None = None,
 ) -> Step:
@@ -338,6 +344,8 @@ def compile_step(
         bucket_bytes: bytes of gradients that are reduced together, at most (one larger parameter travels alone).
         prefetch_bytes: bytes of gathered parameters that may wait for their use, so that their gather runs while other
             blocks are computed; by default those of the largest gather, which keeps one block ahead.
+        matmul: `aten` multiplies matrices as `torch.mm` does; `onednn` large ones in float32 on CPUs by oneDNN, which
+            may be faster there, with results that are close but not the same bits.
         backend: `eager` runs operator by operator; `inductor` fuses them, each distinct block compiled once, with
             results that are close but not the same bits.
         adjust: a pure function `(params, aux) -> params`, part of the update after the optimizer's: for what moves by
@@ -357,7 +365,7 @@ def compile_step(
     >>> state.step, metrics["count"]
     (1, 4)
     """
-    options = Options(accumulate, device, remat, reshard, bucket_bytes, prefetch_bytes, backend)
+    options = Options(accumulate, device, remat, reshard, bucket_bytes, prefetch_bytes, matmul, backend)
     settings = {"optimizer": optimizer, **dataclasses.asdict(options)}
     prefetch = prefetch_bytes is None or is_count(prefetch_bytes, 0)
     pair = isinstance(optimizer, Transform)

@@ -50,6 +50,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}, joined by commas")
     parser.add_argument("--steps", type=int, default=10, help="measured steps of each side in a round")
     parser.add_argument("--rounds", type=int, default=3)
+    matmuls = ("onednn", "aten") if ff.has_onednn() else ("aten",)
+    parser.add_argument("--matmul", choices=matmuls, default=matmuls[0], help="of fx_feather; aten is what peers use")
     parser.add_argument("--json", default="runs/bench/bench.json", help="where to write all numbers; a plot beside it")
     parser.add_argument("--timeout", type=float, default=600, help="seconds that one side may take in a round")
     args = parser.parse_args()
@@ -147,7 +149,8 @@ def summary(runs: list[list[dict[str, Any]]]) -> dict[str, Any]:
 
 def measure(row: str, ranks: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """All figures of one row: first the comparison, then rounds of one side and the other."""
-    job = {"size": args.size, "weights": str(folder / "weights"), "warm": WARM, "steps": args.steps, "check": None}
+    job = {"size": args.size, "weights": str(folder / "weights"), "warm": WARM, "steps": args.steps}
+    job |= {"matmul": args.matmul, "check": None}
     moments = [folder / side for side in SIDES]
     checked = [
         launch(side, row, ranks, job | {"check": str(path), "warm": 0, "steps": 3}, folder, args.timeout)

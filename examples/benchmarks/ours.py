@@ -30,13 +30,13 @@ def as_module(name: str, x: Tensor) -> Tensor:
 class Ours:
     """A compiled step and its state."""
 
-    def __init__(self, row: Row, axes: dict[str, int], size: Size, batch: dict[str, Tensor]):
+    def __init__(self, row: Row, axes: dict[str, int], size: Size, batch: dict[str, Tensor], matmul: str):
         layout = ff.Layout()
         for name, over in row.layouts:
             layout |= getattr(layouts, name)(*over)
         cfg = llama.LlamaConfig(**size.settings())
         adamw = ff.adamw(LEARNING_RATE, *BETAS, eps=EPS, weight_decay=DECAY)
-        self.options = dict(row.options)
+        self.options = {**dict(row.options), "matmul": matmul}
         self._step = ff.compile_step(
             llama.loss(cfg),
             ff.chain(ff.clip_by_global_norm(CLIP), adamw),

@@ -35,7 +35,7 @@ def measure(job: dict[str, Any], out: dict[str, Any]) -> None:
         from ours import Ours
 
         out["imported_bytes"] = peak_bytes()
-        side: Any = Ours(row, axes, size, batches[0])
+        side: Any = Ours(row, axes, size, batches[0], job["matmul"])
         out["options"] = side.options
     else:
         from peers import Peer
