@@ -2,7 +2,7 @@
 
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -130,14 +130,42 @@ def tiled(graph: fx.Graph, forward: Runnable) -> Runnable | None:
     return None if tiles is None or tiles.shape.numel() < 2 * TILE else tiles.run
 
 
-def overwriting(graph: fx.Graph) -> tuple[tuple[int, ...], Runnable] | None:
-    """A form of a pointwise function that writes results over operands which nobody else needs, as optimizers do.
+@dataclasses.dataclass(frozen=True)
+class Overwriting:
+    """A form of a function that writes over operands which nobody else needs.
+
+    Attributes:
+        over: the numbers of those operands.
+        run: takes the operands as a list, and empties it.
+    """
+
+    over: tuple[int, ...]
+    run: Callable[[list[torch.Tensor]], list[torch.Tensor]]
+
+
+def overwriting(graph: fx.Graph) -> Overwriting | None:
+    """A pointwise function that writes its results over operands, as optimizers do; None if there is no such form."""
+    tiles = _Tiles.of(graph)
+    return Overwriting(tuple(tiles.over.values()), tiles.run_over) if tiles is not None and tiles.over else None
+
+
+def consuming(graph: fx.Graph, constants: dict[str, torch.Tensor], used_up: Collection[int]) -> Overwriting | None:
+    """Any function, whose operators write over operands that are used up, as a backward does with what was kept for it.
+
+    Args:
+        graph: as for `build`.
+        constants: tensors that the graph names.
+        used_up: numbers of the operands that nobody needs after the call.
 
     Returns:
-        the numbers of the operands that are written over, and the function; None if there is no such form.
+        None if no operator can.
     """
-    tiles = _Tiles.of(graph)
-    return (tuple(tiles.over.values()), tiles.run_over) if tiles is not None and tiles.over else None
+    frugal = fx.Graph()
+    frugal.output(frugal.graph_copy(graph, {}))
+    operands = [n for n in frugal.nodes if n.op == "placeholder"]
+    written = reuse(frugal, {operands[k] for k in used_up})
+    over = tuple(k for k, n in enumerate(operands) if n in written)
+    return Overwriting(over, taking_list(constants, frugal).boxed) if over else None  # type: ignore[attr-defined]
 
 
 @dataclasses.dataclass
@@ -195,7 +223,7 @@ class _Tiles:
         """The results."""
         return self._run(xs, {})
 
-    def run_over(self, *xs: torch.Tensor) -> list[torch.Tensor]:
+    def run_over(self, xs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The results, some of them written over operands."""
         return self._run(xs, self.over)
 

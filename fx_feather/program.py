@@ -115,6 +115,14 @@ class Instr:
     outs: tuple[tuple[int, ...], ...]
     free: tuple[tuple[int, ...], ...] = ()
 
+    def used_up(self) -> list[int]:
+        """The places among the operands of values that nobody needs after any row."""
+        return [
+            k
+            for k in range(len(self.ins[0]))
+            if all(ins[k] in free and ins.count(ins[k]) == 1 for ins, free in zip(self.ins, self.free, strict=False))
+        ]
+
 
 @dataclasses.dataclass
 class Section:

@@ -2,7 +2,7 @@
 
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -17,6 +17,10 @@ _COMMUTE = {aten.add.Tensor, aten.mul.Tensor}
 _SAME_MEMORY = {aten._unsafe_view.default, aten._reshape_alias.default}
 
 
+#: Operators that are not PyTorch's own and give new memory.
+_FRESH = {"fx_feather::onednn_mm"}
+
+
 def held_alone(xs: list[torch.Tensor], k: int) -> bool:
     """Whether nobody but this list holds the tensor at a place in it, and no other tensor or array its memory."""
     storage = xs[k].untyped_storage()
@@ -27,7 +31,14 @@ def held_alone(xs: list[torch.Tensor], k: int) -> bool:
     # Without that count it can't be known.
     if not _COUNTS or _references(xs, k) != _ALONE or xs[k]._use_count() != 1:  # type: ignore[attr-defined]
         return False
-    return torch._C._storage_Use_Count(storage._cdata) == 2  # the tensor's own, and the one asked here
+    holders = 2  # the tensor's own, and the one asked here
+    base = xs[k]._base
+    if base is not None:
+        # A view keeps the tensor that it is a view of, which then nobody else may hold either.
+        if sys.getrefcount(base) != _ALONE_BASE or base._use_count() != 2:  # type: ignore[attr-defined]
+            return False
+        holders += 1
+    return torch._C._storage_Use_Count(storage._cdata) == holders
 
 
 def _references(xs: list[torch.Tensor], k: int) -> int:
@@ -39,18 +50,31 @@ def _storage_references(xs: list[torch.Tensor], k: int) -> int:
     return sys.getrefcount(storage)
 
 
+def _base_references(x: torch.Tensor) -> int:
+    base = x._base
+    return sys.getrefcount(base)
+
+
 _COUNTS = hasattr(torch.Tensor, "_use_count")
 
 # Counted in the same way: how many the interpreter itself adds depends on its version.
 _ALONE = _references([torch.empty(0)], 0)
 _ALONE_STORAGE = _storage_references([torch.empty(0)], 0)
+_ALONE_BASE = _base_references(torch.empty(0).view(0))
 
 
-def reuse(graph: fx.Graph) -> None:
+def reuse(graph: fx.Graph, given: Collection[fx.Node] = ()) -> set[fx.Node]:
     """Edits a graph in place: `c = a + b` becomes `c = a.add_(b)` where `a` was made in this graph and is used up.
 
-    Keeps results bit for bit: an operator in place runs the same kernel. What comes in is never written to. Fresh
-    memory costs more than the arithmetic of an operator: the system clears each page of it.
+    Keeps results bit for bit: an operator in place runs the same kernel. Fresh memory costs more than the arithmetic
+    of an operator: it is not in the cache yet.
+
+    Args:
+        graph: the graph.
+        given: what comes in and may be written over, since nobody else needs it; nothing else that comes in is.
+
+    Returns:
+        Those of `given` that are written over.
 
     A Python function in the place of an operator says by `in_place` what may write over its operand, if there is such,
     and by `fresh` that nobody else holds its result.
@@ -59,8 +83,9 @@ def reuse(graph: fx.Graph) -> None:
     owner: dict[fx.Node, fx.Node | None] = {}
     sharing: dict[fx.Node, list[fx.Node]] = {}
     kept = set(graph.output_node().all_input_nodes)
+    written: set[fx.Node] = set()
     for n in graph.nodes:
-        owner[n] = _owner(n, owner)
+        owner[n] = n if n in given else _owner(n, owner)
         if n.op == "call_function":
             for k in (0, 1) if n.target in _COMMUTE and len(n.args) == 2 and not n.kwargs else (0,):
                 target = _in_place(n, k)
@@ -79,10 +104,12 @@ def reuse(graph: fx.Graph) -> None:
                 n.args = (a, *(x for i, x in enumerate(n.args) if i != k))
                 n.target = target
                 owner[n] = root
+                written.add(root)
                 break
         root = owner[n]
         if root is not None:
             sharing.setdefault(root, []).append(n)
+    return written.intersection(given)
 
 
 def made_inside(graph: fx.Graph) -> set[fx.Node]:
@@ -106,7 +133,9 @@ def _owner(n: fx.Node, owner: dict[fx.Node, fx.Node | None]) -> fx.Node | None:
         return owner.get(n.args[0])  # one of several views, such as a part that `split` gives
     if getattr(n.target, "fresh", False):
         return n if isinstance(n.meta.get("val"), torch.Tensor) else None
-    if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload) or n.target.namespace != "aten":
+    if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload):
+        return None
+    if n.target.namespace != "aten" and n.target.name() not in _FRESH:
         return None
     written = [a.name for a in n.target._schema.arguments if a.is_out]
     if written:

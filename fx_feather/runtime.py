@@ -17,14 +17,14 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .backend import build, computes, overwriting
+from .backend import Overwriting, build, computes, consuming, overwriting
 from .channel import Channel, connect
 from .collectives import Collective
 from .deferred import Pending, deferred, started, values
 from .errors import MeshError, RankError, fail, message
 from .heap import give_back, keep_freed
 from .mesh import Mesh
-from .program import BY_OP, Func, Section
+from .program import BY_OP, Func, Instr, Section
 from .reuse import held_alone
 from .spec import Type, assemble
 from .transport import Peers, bind
@@ -116,9 +116,11 @@ class Runtime:
                 self.device_mesh = self._device_mesh() if mesh.axes else None
         self._bound: dict[Func, Callable[..., list[torch.Tensor]]] = {}
         self._deferred: dict[Func, Callable[..., Callable[[], list[torch.Tensor]]]] = {}
-        self._overwriting: dict[Func, tuple[tuple[int, ...], Callable[..., list[torch.Tensor]]]] = {}
-        #: By identity, what sections gave, as long as it is there.
-        self._made: weakref.WeakValueDictionary[int, torch.Tensor] = weakref.WeakValueDictionary()
+        self._overwriting: dict[Func, Overwriting] = {}
+        #: By identity, what sections gave; what is gone by now is forgotten when there are too many.
+        self._made: dict[int, weakref.ref[torch.Tensor]] = {}
+        self._too_many = 1000
+        self._settled = False
 
     def _device_mesh(self) -> DeviceMesh:
         # Made from groups: those that a DeviceMesh makes by itself wait for torch's half hour, not for `_timeout`.
@@ -197,15 +199,15 @@ class Runtime:
 
     def _run(self, section: Section, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         # What the program made may be written over once nobody needs it; what a user brought may not, nor views of it.
-        foreign = {_memory(x) for x in inputs if self._made.get(id(x)) is not x}
+        foreign = {_memory(x) for x in inputs if not self._gave(x)}
         env: dict[int, torch.Tensor | Pending] = dict(zip(section.inputs, inputs, strict=True))
         inputs.clear()
         with torch.no_grad(), self._peers(f"section {section.name!r}"):
             for i in section.instrs:
-                fn = self._callable(i.func)
+                fn = self._callable(i)
                 boxed = getattr(fn, "boxed", None)
                 begin = self._deferred.get(i.func)
-                over, fn_over = self._overwriting.get(i.func, ((), fn))
+                form = self._overwriting.get(i.func)
                 for ins, outs, free in zip(i.ins, i.outs, i.free, strict=True):
                     args = values(env, ins)
                     for v in free:
@@ -215,8 +217,8 @@ class Runtime:
                         args.clear()
                         env.update(dict.fromkeys(set(outs).difference(free), under_way))
                         continue
-                    if over and all(held_alone(args, k) and _memory(args[k]) not in foreign for k in over):
-                        made = fn_over(*args)
+                    if form is not None and all(held_alone(args, k) and _is_own(args[k], foreign) for k in form.over):
+                        made = form.run(args)
                     else:
                         made = boxed(args) if boxed is not None else fn(*args)
                     args.clear()
@@ -225,8 +227,22 @@ class Runtime:
                     for v in free:
                         env.pop(v, None)
             outputs = values(env, section.outputs)
-        self._made.update((id(x), x) for x in outputs if _memory(x) not in foreign)
+        if len(self._made) > self._too_many:
+            self._made = {k: x for k, x in self._made.items() if x() is not None}
+            self._too_many = 1000 + 2 * len(self._made)
+        self._made.update((id(x), weakref.ref(x)) for x in outputs if _is_own(x, foreign))
         return outputs
+
+    def _gave(self, x: torch.Tensor) -> bool:
+        known = self._made.get(id(x))
+        return known is not None and known() is x
+
+    def settle(self) -> None:
+        """Returns to the system what the first step alone needed; whoever takes steps calls it after each."""
+        if not self._settled and self.device.type == "cpu":
+            # State is where it stays only now: holes in the heap that the next steps don't fill would count as used.
+            give_back()
+        self._settled = True
 
     def item(self, x: torch.Tensor) -> Any:
         """A number that is the same on every rank."""
@@ -252,7 +268,8 @@ class Runtime:
                 dist.all_reduce(flat, op=dist.ReduceOp.MAX)
         return [bool(f) for f in flat.tolist()]
 
-    def _callable(self, func: Func) -> Callable[..., list[torch.Tensor]]:
+    def _callable(self, instr: Instr) -> Callable[..., list[torch.Tensor]]:
+        func = instr.func
         if func not in self._bound:
             graph = fx.Graph()
             graph.output(graph.graph_copy(func.graph, {}))
@@ -272,6 +289,9 @@ class Runtime:
                 self._bound[func] = lambda *xs: begin(*xs)()
             else:
                 self._bound[func] = build(graph, func.constants, "eager" if eager else self.backend)
+                if eager and form is None:
+                    # Calls of a function are alike; whether one may write over an operand is asked each time.
+                    form = consuming(graph, func.constants, instr.used_up())
             if form is not None:
                 self._overwriting[func] = form
         return self._bound[func]
@@ -309,6 +329,10 @@ class Runtime:
 def _memory(x: torch.Tensor) -> StorageWeakRef:
     # Not an address: what is allocated where something was freed would be taken for it.
     return StorageWeakRef(x.untyped_storage())
+
+
+def _is_own(x: torch.Tensor, foreign: set[StorageWeakRef]) -> bool:
+    return not foreign or _memory(x) not in foreign
 
 
 _PEER_WORDS = (

@@ -143,6 +143,7 @@ class Step(Common):
         # No name but the state's own may hold the old parameters, or they would outlive their update.
         leaves = self.local_params(state.params, call)
         new, metrics = self._step(state, leaves, opt, microbatches, run.run, run.item, run.any)
+        run.settle()
         return self._state(new, state), metrics
 
     def simulate(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:

@@ -5,7 +5,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fx_feather.backend import TILE, build, overwriting, tiled
+from fx_feather.backend import TILE, build, consuming, overwriting, tiled
 from fx_feather.record import record
 
 N = 2 * TILE + 5  # the last tile is a short one
@@ -87,9 +87,28 @@ def test_a_fused_kernel_writes_over_what_nobody_else_reads(kept: bool) -> None:
     graph = record(step, [torch.empty_like(x, device="meta") for x in values()]).graph
     form = overwriting(graph)
     assert form is not None
-    assert set(form[0]) == ({2, 3} if kept else {0, 2, 3})
+    assert set(form.over) == ({2, 3} if kept else {0, 2, 3})
     want, given = step(*values()), values()
-    got = form[1](*given)
+    got = form.run(given)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
-    assert {k for k in range(4) if given[k].data_ptr() in {x.data_ptr() for x in got[:3]}} == set(form[0])
+    assert {k for k in range(4) if given[k].data_ptr() in {x.data_ptr() for x in got[:3]}} == set(form.over)
+
+
+def test_a_backward_writes_over_what_was_kept_for_it() -> None:
+    def backward(kept, weight, ct):
+        return [ct * kept, (ct * kept) @ weight]
+
+    def values():
+        return [torch.full((3, 3), float(k + 1)) for k in range(3)]
+
+    graph = record(backward, [torch.empty_like(x, device="meta") for x in values()]).graph
+    assert consuming(graph, {}, ()) is None
+    form = consuming(graph, {}, (0, 1))
+    assert form is not None and form.over == (0,)
+    kept, weight, ct = values()
+    operands = [kept, weight, ct]
+    for a, b in zip(form.run(operands), backward(*values()), strict=True):
+        assert torch.equal(a, b)
+    assert not operands, "operands are let go"
+    assert torch.equal(weight, values()[1]) and torch.equal(ct, values()[2]) and not torch.equal(kept, values()[0])

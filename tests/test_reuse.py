@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fx_feather.reuse import reuse
+from fx_feather.reuse import held_alone, reuse
 
 aten = torch.ops.aten
 
@@ -77,7 +77,7 @@ OPS = {
     "exp": lambda a, b: (a / 8).exp(),
     "scale": lambda a, b: a * 0.5,
     "turn": lambda a, b: a.t().contiguous().t() + b,
-    "view": lambda a, b: a.view(24).view(4, 6),
+    "view": lambda a, b: a.reshape(24).view(4, 6),
     "rows": lambda a, b: a[:2].repeat(2, 1) * b,
     "parts": lambda a, b: (lambda p, c: torch.cat([p[1], c[:2]]))(a.split(2), a + b),
     "half": lambda a, b: torch.cat([a[:2], b[2:]]),
@@ -99,6 +99,58 @@ def test_any_chain_keeps_its_bits(steps, results):
         return [values[-1 - r % len(values)] + 0 for r in results] + [values[-1].clone()]
 
     check(fn, X, Y)
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from(list(OPS)), st.integers(0, 9), st.integers(0, 9)), min_size=1, max_size=8),
+    st.sets(st.integers(0, 1)),
+)
+def test_only_operands_that_are_used_up_are_written_over(steps, used_up):
+    def fn(x, y):
+        values = [x, y]
+        for name, i, j in steps:
+            values.append(OPS[name](values[i % len(values)], values[j % len(values)]))
+        return [values[-1], values[len(values) // 2] + 0]
+
+    graph = graph_of(fn, X, Y)
+    expected = run(graph, (X, Y))
+    operands = [n for n in graph.nodes if n.op == "placeholder"]
+    written = reuse(graph, {operands[k] for k in used_up})
+    graph.lint()
+    given = [X.clone(), Y.clone()]
+    for a, b in zip(fx.GraphModule({}, graph)(*given), expected, strict=True):
+        assert torch.equal(a, b) and a.stride() == b.stride()
+    changed = {k for k, (a, b) in enumerate(zip(given, (X, Y), strict=True)) if not torch.equal(a, b)}
+    assert changed <= {k for k, n in enumerate(operands) if n in written} <= used_up
+
+
+def test_an_operand_that_is_used_up_is_written_over():
+    graph = graph_of(lambda kept, ct: [ct * kept.exp(), kept.sum()], X, Y)
+    kept, ct = (n for n in graph.nodes if n.op == "placeholder")
+    assert reuse(graph, {kept, ct}) == {ct}  # what is read again later stays
+
+
+def test_who_holds_a_tensor_alone():
+    """It, what it is a view of, and its memory."""
+    with torch.no_grad():
+        assert held_alone([torch.ones(4)], 0)
+        assert held_alone([torch.ones(4).view(2, 2)], 0)
+        assert held_alone([torch.ones(2, 6).view(3, 4).t()[:2]], 0)
+        xs = [torch.ones(4)]
+        others = {
+            "a name": lambda base: base,
+            "a view": lambda base: base[:1],
+            "an array": lambda base: base.numpy(),
+            "a detached tensor": lambda base: base.detach(),
+        }
+        for what, way in others.items():
+            for make in (lambda base: base, lambda base: base.view(2, 2), lambda base: base.view(2, 2).t()):
+                base = torch.ones(4)
+                xs, other = [make(base)], way(base)
+                del base
+                assert not held_alone(xs, 0), what
+                del other
+                assert held_alone(xs, 0), what
 
 
 def _reduction():

@@ -24,7 +24,7 @@ from fx_feather import tree
 from fx_feather.collectives import COLLECTIVES, lockstep
 from fx_feather.generate import Generator
 from fx_feather.models import llama
-from fx_feather.program import Func
+from fx_feather.program import Func, Instr
 from fx_feather.runtime import Runtime
 from fx_feather.sampling import Sampling
 from fx_feather.spec import shard
@@ -118,7 +118,8 @@ def collectives() -> dict[str, Any]:
             for static in static_arguments(c.name, n):
                 for operands in (values, strided) if c.before else (values,):
                     graph = fx_graph(c.op, bool(c.before), ",".join(axes), n, tuple(static.values()))
-                    got = run._callable(Func("test", graph))(*([operands[RANK]] if c.before else []))[0]
+                    call = Instr(Func("test", graph), ((0,) if c.before else (),), ((1,),), ((),))
+                    got = run._callable(call)(*([operands[RANK]] if c.before else []))[0]
                     if c.before:
                         want = lockstep(c.name, operands, mesh, axes, **static)[RANK]
                     else:

@@ -79,3 +79,5 @@ def test_a_rank_runs_what_is_simulated(name: str, remat: str, monkeypatch: pytes
         assert one["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-12)
     for path, a, b in zip(tree.paths(run.params), tree.leaves(run.params), tree.leaves(simulated.params), strict=True):
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12), path
+    over = {f.name: form.over for f, form in step.runtime()._overwriting.items() if f.name.endswith("backward")}
+    assert over, "no backward writes over what was kept for it"
