@@ -117,6 +117,8 @@ class Runtime:
         self._bound: dict[Func, Callable[..., list[torch.Tensor]]] = {}
         self._deferred: dict[Func, Callable[..., Callable[[], list[torch.Tensor]]]] = {}
         self._overwriting: dict[Func, Overwriting] = {}
+        #: Functions with a collective of many values.
+        self._sending: set[Func] = set()
         #: By identity, what sections gave; what is gone by now is forgotten when there are too many.
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._too_many = 1000
@@ -202,6 +204,8 @@ class Runtime:
         foreign = {_memory(x) for x in inputs if not self._gave(x)}
         env: dict[int, torch.Tensor | Pending] = dict(zip(section.inputs, inputs, strict=True))
         inputs.clear()
+        #: What a user brought and a collective of many sends, which would write over what nobody else holds.
+        sent: list[torch.Tensor] = []
         with torch.no_grad(), self._peers(f"section {section.name!r}"):
             for i in section.instrs:
                 fn = self._callable(i)
@@ -212,6 +216,8 @@ class Runtime:
                     args = values(env, ins)
                     for v in free:
                         env.pop(v, None)
+                    if foreign and i.func in self._sending:
+                        sent += [x for x in args if not _is_own(x, foreign)]
                     if begin is not None:
                         under_way = Pending(begin(*args), outs)
                         args.clear()
@@ -276,7 +282,8 @@ class Runtime:
             for n in graph.nodes:
                 if n.target in BY_OP:
                     n.target, n.args, n.kwargs = *self._bind(BY_OP[n.target], n), {}
-            unbuffered(graph)
+            if unbuffered(graph):
+                self._sending.add(func)
             # There is nothing to fuse where values are only moved, nor in what is one kernel already.
             form = overwriting(graph)
             eager = self.backend == "eager" or form is not None or not computes(graph)

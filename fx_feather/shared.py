@@ -1,16 +1,21 @@
 """Collectives in shared memory: what ranks on one machine run, without a network between them."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .channel import Channel, Rounds
+from .reuse import held_alone
 
 #: Bytes of a value up to which each rank reduces all of it, whatever the number of ranks.
 _ALONE_BYTES = 32 << 10
+
+#: Values of many are taken in groups of about so many places: what a group begins and ends with costs a round or two,
+#: and all of its results take memory while its operands are still there.
+GROUP_PLACES = 4
 
 Reduce = Callable[..., Tensor]
 Index = tuple[int | slice, ...]
@@ -44,6 +49,13 @@ class Joined:
     def __len__(self) -> int:
         return self.shape[0]
 
+    def parts(self) -> Iterator[tuple[slice, Tensor]]:
+        """Each piece, and where it lies in the whole."""
+        at = 0
+        for p in self.pieces:
+            yield slice(at, at + p.shape[0]), p
+            at += p.shape[0]
+
 
 Operand = Tensor | Joined
 
@@ -54,14 +66,18 @@ def _cut(x: Operand, n: int) -> list[Any]:
     return [x[(slice(p * size, (p + 1) * size),)] for p in range(n)]
 
 
+def _parts_of(x: Operand) -> Iterable[tuple[slice, Tensor]]:
+    return x.parts() if isinstance(x, Joined) else [(slice(None), x)]
+
+
 def _fill(place: Tensor, x: Operand) -> None:
-    if isinstance(x, Tensor):
-        place.copy_(x)
-        return
-    at = 0
-    for p in x.pieces:
-        place[at : at + p.shape[0]].copy_(p)
-        at += p.shape[0]
+    for at, part in _parts_of(x):
+        place[at].copy_(part)
+
+
+def _read(x: Operand, place: Tensor) -> None:
+    for at, part in _parts_of(x):
+        part.copy_(place[at])
 
 
 class Shared:
@@ -120,7 +136,7 @@ class Shared:
             yield
             if out is None:
                 out = torch.empty(own.shape, dtype=own.dtype)
-            reduced([place[self._me] for place in places], out[at], reduce)
+            self._reduce_row(places, own[at], out[at], reduce)
         assert out is not None
         return out
 
@@ -141,23 +157,38 @@ class Shared:
             if out is None or came is None:
                 out = x.new_empty(shape)
                 came = _rows(out, concat_dim, n)
-            for row, place in zip(came, places, strict=True):
-                row[at].copy_(place[self._me])
+            for k, (row, place) in enumerate(zip(came, places, strict=True)):
+                row[at].copy_(rows[k][at] if k == self._me else place[self._me])
         assert out is not None
         return out
 
     def all_reduce(self, x: Tensor, reduce: Reduce) -> Callable[[], Tensor]:
         """The reduction of all values, written over `x`, which is contiguous."""
-        wait = self._channel.start(self._all_reduce(x.view(-1), reduce))
-        return lambda: wait().view(x.shape)
+        flat = x.view(-1)
+        wait = self._channel.start(self._all_reduce(flat, flat, reduce))
 
-    def _all_reduce(self, x: Operand, reduce: Reduce) -> Rounds[Tensor]:
+        def reduced_there() -> Tensor:
+            wait()
+            return x
+
+        return reduced_there
+
+    def _all_reduce(self, x: Operand, out: Operand, reduce: Reduce) -> Rounds[Operand]:
         alone = len(self._order) == 2 or x.shape[0] * x.dtype.itemsize <= _ALONE_BYTES
-        return (self._reduce_all if alone else self._reduce_parts)(x, reduce)
+        return (self._reduce_all if alone else self._reduce_parts)(x, out, reduce)
 
     def many_all_reduce(self, xs: list[Tensor], reduce: Reduce) -> Callable[[], list[Tensor]]:
-        """The reductions of `[n]` tensors of one dtype, in as few messages as if they were one."""
-        return self._many(xs, lambda group: self._all_reduce(Joined(group), reduce), [])
+        """The reductions of `[n]` tensors of one dtype, in as few messages as if they were one.
+
+        Where nobody else holds the operands by then, the results are written over them.
+        """
+
+        def of_group(group: list[Tensor]) -> Rounds[Operand]:
+            own = all(held_alone(group, k) and group[k].is_contiguous() for k in range(len(group)))
+            x = Joined(group)
+            return self._all_reduce(x, x if own else torch.empty(x.shape, dtype=x.dtype), reduce)
+
+        return self._many(xs, of_group, [])
 
     def many_all_gather(self, xs: list[Tensor]) -> Callable[[], list[Tensor]]:
         """For each of some `[n]` tensors the values of all ranks, `[ranks, n]`."""
@@ -166,24 +197,24 @@ class Shared:
     def many_reduce_scatter(self, xs: list[Tensor], reduce: Reduce) -> Callable[[], list[Tensor]]:
         """For each of some `[ranks, n]` tensors this rank's row of the reduction, `[n]`."""
 
-        def of_group(group: list[Tensor]) -> Rounds[Tensor]:
+        def of_group(group: list[Tensor]) -> Rounds[Operand]:
             return self._reduce_scatter([Joined(of_rank) for of_rank in zip(*group, strict=True)], 0, reduce)
 
         return self._many(xs, of_group, [])
 
     def _many(
-        self, xs: list[Tensor], collective: Callable[[list[Tensor]], Rounds[Tensor]], lead: list[int]
+        self, xs: list[Tensor], collective: Callable[[list[Tensor]], Rounds[Any]], lead: list[int]
     ) -> Callable[[], list[Tensor]]:
         # The operands of a group are let go before the results of the next are made.
         groups: list[list[Tensor]] = [[]]
-        room = self._channel.place_bytes
-        for x in xs:
+        room = self._channel.place_bytes * GROUP_PLACES
+        xs.reverse()
+        while xs:
             if room <= 0:
                 groups.append([])
-                room = self._channel.place_bytes
-            groups[-1].append(x)
-            room -= x.numel() * x.element_size()
-        xs.clear()
+                room = self._channel.place_bytes * GROUP_PLACES
+            room -= xs[-1].numel() * xs[-1].element_size()
+            groups[-1].append(xs.pop())
         groups.reverse()
 
         def rounds() -> Rounds[list[Tensor]]:
@@ -195,41 +226,52 @@ class Shared:
                 del group
                 whole = yield from under_way
                 del under_way
-                out += whole.view(*lead, sum(sizes)).split(sizes, -1)
+                if isinstance(whole, Joined):
+                    out += whole.pieces
+                else:
+                    out += whole.view(*lead, sum(sizes)).split(sizes, -1)
             return out
 
         return self._channel.start(rounds())
 
-    def _reduce_all(self, x: Operand, reduce: Reduce) -> Rounds[Tensor]:
-        out = x if isinstance(x, Tensor) else torch.empty(x.shape, dtype=x.dtype)
+    def _reduce_all(self, x: Operand, out: Operand, reduce: Reduce) -> Rounds[Operand]:
         for at in self._parts(x.shape, x.dtype):
-            places = self._places(reduce.__name__, out[at].shape, x.dtype)
-            _fill(places[self._me], x[at])
+            part = x[at]
+            places = self._places(reduce.__name__, part.shape, x.dtype)
+            _fill(places[self._me], part)
             yield
-            reduced(places, out[at], reduce)
+            for where, result in _parts_of(out[at]):
+                reduced([place[where] for place in places], result, reduce)
         return out
 
-    def _reduce_parts(self, x: Operand, reduce: Reduce) -> Rounds[Tensor]:
+    def _reduce_parts(self, x: Operand, out: Operand, reduce: Reduce) -> Rounds[Operand]:
         """Each rank reduces a part for all, and shows it while the next ones come: fewer bytes to read than above."""
         n, me = len(self._order), self._me
-        out = x if isinstance(x, Tensor) else torch.empty(x.shape, dtype=x.dtype)
         most = n * (self._channel.place_bytes // (n + 1) // x.dtype.itemsize)
         # What was shown in the round before: the places, and the rows of the result, one a rank.
         shown: list[Tensor] = []
-        results: list[Tensor] = []
+        own: Any = None
+        results: list[Any] = []
         for at in (*parts(x.shape, most), None):
             rows = [] if at is None else _cut(x[at], n)
             places = self._places(reduce.__name__, (n + 1, max(len(r) for r in (*rows, *results))), x.dtype)
             if results:
-                own = len(results[me])
-                reduced([place[me, :own] for place in shown], places[me][n, :own], reduce)
-            for row, value in zip(places[me], rows, strict=False):
-                _fill(row[: len(value)], value)
+                self._reduce_row([place[:, : len(own)] for place in shown], own, places[me][n, : len(own)], reduce)
+            for k, row in enumerate(rows):
+                if k != me:
+                    _fill(places[me][k, : len(row)], row)
             yield
             for result, place in zip(results, places, strict=False):
-                result.copy_(place[n, : len(result)])
+                _read(result, place[n, : len(result)])
             shown, results = places, [] if at is None else _cut(out[at], n)
+            own = None if at is None else rows[me]
         return out
+
+    def _reduce_row(self, places: Sequence[Tensor], own: Operand, out: Tensor, reduce: Reduce) -> None:
+        """The reduction of this rank's rows of all places, of which its own is read from where it came from."""
+        for at, part in _parts_of(own):
+            rows = [part if k == self._me else place[self._me][at] for k, place in enumerate(places)]
+            reduced(rows, out[at], reduce)
 
     def permute(self, x: Tensor, source: int | None, sends: bool) -> Callable[[], Tensor]:
         """The value of one rank, zeros if there is none."""
@@ -251,10 +293,11 @@ class Shared:
         return out
 
     def _show_rows(self, what: str, rows: Sequence[Operand]) -> list[Tensor]:
-        """The places of a new round in which this rank shows each the row that is meant for it."""
+        """The places of a new round in which this rank shows each other the row that is meant for it."""
         places = self._places(what, (len(rows), *rows[0].shape), rows[0].dtype)
-        for place, row in zip(places[self._me], rows, strict=True):
-            _fill(place, row)
+        for k, row in enumerate(rows):
+            if k != self._me:
+                _fill(places[self._me][k], row)
         return places
 
 

@@ -6,7 +6,7 @@ from torch import fx
 aten = torch.ops.aten
 
 
-def unbuffered(graph: fx.Graph) -> None:
+def unbuffered(graph: fx.Graph) -> bool:
     """Edits a graph in place: no buffer is made of values that are joined for a collective and taken apart after it.
 
     `split(psum(cat([a, b])), [2, 3])` becomes `psum.many([a, b])`. So does an all-gather along dim 0 of joined vectors,
@@ -18,17 +18,23 @@ def unbuffered(graph: fx.Graph) -> None:
     Args:
         graph: collectives are Python functions; one that takes many values has an attribute `many` that does, which has
             the attribute `ranks`.
+
+    Returns:
+        whether there is any such collective.
     """
+    edited = False
     for n in list(graph.nodes):
         many = getattr(n.target, "many", None)
         found = None if many is None or len(n.users) != 1 else _joined_and_split(n, many.__name__, many.ranks)
         if found is None:
             continue
+        edited = True
         cat, between, split = found
         n.target, n.args, n.meta = many, (list(cat.args[0]),), dict(split.meta)
         split.replace_all_uses_with(n)
         for x in (split, *between, cat):
             graph.erase_node(x)
+    return edited
 
 
 def _joined_and_split(n: fx.Node, name: str, ranks: int) -> tuple[fx.Node, list[fx.Node], fx.Node] | None:

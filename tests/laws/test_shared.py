@@ -27,6 +27,7 @@ from fx_feather.collectives import COLLECTIVES, lockstep
 from fx_feather.errors import RankError
 from fx_feather.mesh import Mesh
 from fx_feather.program import BY_OP
+from fx_feather.reuse import held_alone
 from fx_feather.shared import Shared, parts
 from fx_feather.transport import Peers, bind
 from fx_feather.unbuffered import unbuffered
@@ -181,20 +182,29 @@ def test_many_equal_one_after_another(n: int, groups: Any, data: st.DataObject) 
     values = [[(torch.randn(*rows, s, dtype=torch.float64) * 100).to(dtype) for s in sizes] for _ in range(n)]
     static = {} if name == "psum" else {"dim": 0}
     want = [lockstep(name, list(of_all), Mesh(x=n), "x", **static) for of_all in zip(*values, strict=True)]
-    group, before = groups[n], data.draw(st.booleans())
+    group, before, alone = groups[n], data.draw(st.booleans()), data.draw(st.booleans())
 
     def work(rank: int, everyone: Any) -> list[Tensor]:
         place = order.index(rank)
         run = bind(name, Peers(order, place, CPU, None, group[rank]), static)
         # Another collective may be under way, so that these are read later than they are given.
         other = bind("psum", Peers(order, place, CPU, None, group[rank]), {}).start(torch.ones(3)) if before else None
-        wait = run.many.start(list(values[place]))
+        given = [x.clone() for x in values[place]] if alone else list(values[place])
+        memory = {x.data_ptr() for x in given if x.numel()}
+        wait = run.many.start(given)
+        del given
         if other is not None:
             assert other()[0] == n
-        return wait()
+        got = wait()
+        # Results lie where the operands did if nobody else held these.
+        over = name == "psum" and alone and held_alone([torch.empty(1)], 0)
+        assert not over or memory == {x.data_ptr() for x in got if x.numel()}
+        return got
 
+    kept = [[x.clone() for x in of_rank] for of_rank in values]
     for rank, got in enumerate(together(n, work)):
         assert isinstance(got, list), got
+        assert all(map(torch.equal, values[rank], kept[rank])), "an operand was written to"
         for x, of_all in zip(got, want, strict=True):
             assert torch.equal(x, of_all[order.index(rank)].view(x.shape))
             assert x.shape[-1:] == (of_all[rank].numel() // (n if name == "all_gather" else 1),)
