@@ -15,7 +15,7 @@ _ALONE_BYTES = 32 << 10
 
 #: Values of many are taken in groups of about so many places: what a group begins and ends with costs a round or two,
 #: and all of its results take memory while its operands are still there.
-GROUP_PLACES = 4
+GROUP_PLACES = 2
 
 Reduce = Callable[..., Tensor]
 Index = tuple[int | slice, ...]
