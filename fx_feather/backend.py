@@ -127,7 +127,11 @@ def tiled(graph: fx.Graph, forward: Runnable) -> Runnable | None:
         None for a function that is not pointwise, or too small to gain.
     """
     tiles = _Tiles.of(graph, forward)
-    return None if tiles is None or tiles.shape.numel() < 2 * TILE else tiles.run
+    return tiles.run if _is_tiled(tiles) and tiles is not None else None
+
+
+def _is_tiled(tiles: "_Tiles | None") -> bool:
+    return tiles is not None and tiles.shape.numel() >= 2 * TILE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,8 +162,10 @@ def consuming(graph: fx.Graph, constants: dict[str, torch.Tensor], used_up: Coll
         used_up: numbers of the operands that nobody needs after the call.
 
     Returns:
-        None if no operator can.
+        None if no operator can, and for functions that run in tiles: which form runs must not change a sum.
     """
+    if _is_tiled(_Tiles.of(graph)):
+        return None
     frugal = fx.Graph()
     frugal.output(frugal.graph_copy(graph, {}))
     operands = [n for n in frugal.nodes if n.op == "placeholder"]
@@ -225,7 +231,9 @@ class _Tiles:
 
     def run_over(self, xs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The results, some of them written over operands."""
-        return self._run(xs, self.over)
+        given = list(xs)
+        xs.clear()
+        return self._run(given, self.over)
 
     def _run(self, xs: Sequence[torch.Tensor], over: dict[int, int]) -> list[torch.Tensor]:
         if any(x.device.type != "cpu" or not x.is_contiguous() for x in xs):

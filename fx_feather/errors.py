@@ -25,7 +25,7 @@ class ShapeError(FeatherError):
 
 
 class BatchError(ShapeError):
-    """A batch that is not like the example batch a step was compiled for."""
+    """A batch that lacks what a model reads, or that is not like the example batch a step was compiled for."""
 
 
 class RuleError(FeatherError):

@@ -120,7 +120,7 @@ class Instr:
         return [
             k
             for k in range(len(self.ins[0]))
-            if all(ins[k] in free and ins.count(ins[k]) == 1 for ins, free in zip(self.ins, self.free, strict=False))
+            if all(ins[k] in free and ins.count(ins[k]) == 1 for ins, free in zip(self.ins, self.free, strict=True))
         ]
 
 

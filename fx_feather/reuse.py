@@ -17,15 +17,11 @@ _COMMUTE = {aten.add.Tensor, aten.mul.Tensor}
 _SAME_MEMORY = {aten._unsafe_view.default, aten._reshape_alias.default}
 
 
-#: Operators that are not PyTorch's own and give new memory.
-_FRESH = {"fx_feather::onednn_mm"}
-
-
 def held_alone(xs: list[torch.Tensor], k: int) -> bool:
     """Whether nobody but this list holds the tensor at a place in it, and no other tensor or array its memory."""
     storage = xs[k].untyped_storage()
-    # Another process may hold what is shared.
-    if sys.getrefcount(storage) != _ALONE_STORAGE or storage.is_shared():
+    # Another process may hold what is shared, and who brought memory of his own what can't be resized.
+    if sys.getrefcount(storage) != _ALONE_STORAGE or storage.is_shared() or not storage.resizable():
         return False
     # Not only Python holds tensors: a collective under way does, and an array or a capsule made from one.
     # Without that count it can't be known.
@@ -69,15 +65,15 @@ def reuse(graph: fx.Graph, given: Collection[fx.Node] = ()) -> set[fx.Node]:
     Keeps results bit for bit: an operator in place runs the same kernel. Fresh memory costs more than the arithmetic
     of an operator: it is not in the cache yet.
 
+    A Python function in the place of an operator says by `in_place` what may write over its operand, if there is such,
+    and by `fresh` that nobody else holds its result; so does an operator that is not PyTorch's own.
+
     Args:
         graph: the graph.
         given: what comes in and may be written over, since nobody else needs it; nothing else that comes in is.
 
     Returns:
         Those of `given` that are written over.
-
-    A Python function in the place of an operator says by `in_place` what may write over its operand, if there is such,
-    and by `fresh` that nobody else holds its result.
     """
     order = {n: i for i, n in enumerate(graph.nodes)}
     owner: dict[fx.Node, fx.Node | None] = {}
@@ -133,9 +129,7 @@ def _owner(n: fx.Node, owner: dict[fx.Node, fx.Node | None]) -> fx.Node | None:
         return owner.get(n.args[0])  # one of several views, such as a part that `split` gives
     if getattr(n.target, "fresh", False):
         return n if isinstance(n.meta.get("val"), torch.Tensor) else None
-    if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload):
-        return None
-    if n.target.namespace != "aten" and n.target.name() not in _FRESH:
+    if n.op != "call_function" or not isinstance(n.target, torch._ops.OpOverload) or n.target.namespace != "aten":
         return None
     written = [a.name for a in n.target._schema.arguments if a.is_out]
     if written:

@@ -16,7 +16,7 @@ from .optim import Transform
 from .passes.differentiate import REMAT
 from .passes.fuse import fuse
 from .passes.interleave import interleave
-from .passes.matmul import by_onednn, check_matmul
+from .passes.matmul import MATMULS, by_onednn, check_matmul
 from .passes.overlap import overlap
 from .passes.stitch import Funcs, Stitcher
 from .passes.training import gradient_sections, loss_function, optimizer_sections
@@ -57,8 +57,8 @@ class Step(Common):
         options: "Options",
     ):
         accumulate, bucket = options.accumulate, options.bucket_bytes
-        check_matmul(options.matmul)
         super().__init__(template, mesh, layout, batch, batch_dims, options.device, accumulate, options.backend)
+        check_matmul(options.matmul, self.device)
         s = Stitcher(Funcs(mesh, layout, self.device, options.remat))
         wrapped = loss_function(loss_fn)
         program = self.trace(wrapped, "loss")
@@ -380,6 +380,7 @@ def compile_step(
             ("remat", remat in REMAT or is_count(remat, 0), _REMAT_RULE, "remat='none'"),
             ("bucket_bytes", is_count(bucket_bytes, 1), "a bucket holds at least one byte", "bucket_bytes=25 << 20"),
             ("prefetch_bytes", prefetch, "a budget is a number of bytes, 0 for none", "prefetch_bytes=1 << 30"),
+            ("matmul", matmul in MATMULS, f"the ways are {', '.join(MATMULS)}", "matmul='aten'"),
         ],
     )
     return Step(loss_fn, optimizer, template, mesh, layout, batch, batch_dims, adjust, options)

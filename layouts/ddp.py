@@ -4,6 +4,7 @@ Split: the batch, and so every activation.
 Replicated: parameters, gradients, optimizer state.
 Forward: nothing but the sum and the count of the loss.
 Backward: one all-reduce of the gradients, in buckets, once a step. Microbatches add up a pending sum of their own.
+Update: one number, for the norm of large gradients, of which each rank sums a part.
 
 Bytes that a rank sends a step, with P the bytes of the parameters and n the ranks of the axis: 2 P (n-1)/n.
 

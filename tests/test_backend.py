@@ -89,10 +89,17 @@ def test_a_fused_kernel_writes_over_what_nobody_else_reads(kept: bool) -> None:
     assert form is not None
     assert set(form.over) == ({2, 3} if kept else {0, 2, 3})
     want, given = step(*values()), values()
-    got = form.run(given)
+    got = form.run(list(given))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b)
     assert {k for k in range(4) if given[k].data_ptr() in {x.data_ptr() for x in got[:3]}} == set(form.over)
+
+
+@pytest.mark.parametrize("size", [TILE, 2 * TILE])
+def test_what_runs_in_tiles_runs_so_whoever_holds_its_operands(size: int) -> None:
+    """A sum of tiles has other bits than one of the whole: ranks that hold values for longer would drift apart."""
+    graph = record(lambda x, y: [x * y * 2, (y * y).sum()], [torch.empty(size, device="meta") for _ in "xy"]).graph
+    assert (consuming(graph, {}, (0,)) is None) == (size == 2 * TILE)
 
 
 def test_a_backward_writes_over_what_was_kept_for_it() -> None:

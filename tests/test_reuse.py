@@ -1,5 +1,6 @@
 """An operator writes over an operand only where nobody can see it: the results, and what came in, keep their bits."""
 
+import numpy
 import pytest
 import torch
 from hypothesis import given
@@ -136,6 +137,9 @@ def test_who_holds_a_tensor_alone():
         assert held_alone([torch.ones(4)], 0)
         assert held_alone([torch.ones(4).view(2, 2)], 0)
         assert held_alone([torch.ones(2, 6).view(3, 4).t()[:2]], 0)
+        # Its memory is somebody's who may be out of sight.
+        assert not held_alone([torch.from_numpy(numpy.ones(4))], 0)
+        assert not held_alone([torch.frombuffer(bytearray(16), dtype=torch.float32)], 0)
         xs = [torch.ones(4)]
         others = {
             "a name": lambda base: base,
@@ -150,7 +154,8 @@ def test_who_holds_a_tensor_alone():
                 del base
                 assert not held_alone(xs, 0), what
                 del other
-                assert held_alone(xs, 0), what
+                # PyTorch doesn't know when the last array on its memory goes.
+                assert held_alone(xs, 0) == (what != "an array"), what
 
 
 def _reduction():

@@ -53,3 +53,5 @@ _library = torch.library.Library("fx_feather", "FRAGMENT")
 _library.define("onednn_mm(Tensor a, Tensor b) -> Tensor")
 _library.impl("onednn_mm", onednn_mm, "CompositeExplicitAutograd")
 torch.library.register_fake("fx_feather::onednn_mm", _shape, lib=_library)
+# Its result is new memory, as `reuse` asks.
+torch.ops.fx_feather.onednn_mm.default.fresh = True  # type: ignore[attr-defined]

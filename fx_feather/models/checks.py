@@ -1,14 +1,43 @@
-"""Checks of model configs: all settings that make no model are named in one error."""
+"""Checks of model configs and batches: all that is wrong with one is named in one error."""
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
-from fx_feather.errors import ShapeError, message, raise_all
+from fx_feather.errors import BatchError, ShapeError, fail, message, raise_all
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+
+
+_FIELDS = {
+    "tokens": "int[batch, seq], in 0 .. vocab - 1",
+    "positions": "int[batch, seq], such as torch.arange(seq).repeat(batch, 1)",
+    "targets": "int[batch, seq], the next token of each, or -100 where there is none",
+}
+
+
+def fields(batch: Any) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """Tokens, positions, documents if there are any, and targets of a batch.
+
+    Raises:
+        BatchError: the batch is no dict, or lacks some of them; all at once.
+    """
+    given = sorted(map(str, batch)) if isinstance(batch, Mapping) else []
+    lacking = [name for name in _FIELDS if name not in given]
+    if lacking:
+        fail(
+            BatchError,
+            call="loss(params, batch)",
+            got=f"a batch of {', '.join(given) or 'nothing'}" if isinstance(batch, Mapping) else type(batch).__name__,
+            number=f"{', '.join(lacking)} {'is' if len(lacking) == 1 else 'are'} missing",
+            rule="a batch is a dict of tokens, positions and targets; documents tells packed texts apart",
+            fix="; ".join(f'batch["{name}"]: {_FIELDS[name]}' for name in lacking),
+        )
+    return batch["tokens"], batch["positions"], batch.get("documents"), batch["targets"]
 
 
 class Problems:

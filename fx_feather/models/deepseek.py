@@ -16,7 +16,7 @@ from fx_feather.param import Param
 from fx_feather.trace import block, constrain
 
 from . import decoder
-from .checks import Problems
+from .checks import Problems, fields
 
 Routing = tuple[Tensor, Tensor, Tensor, Tensor]
 """Weights and index of the chosen experts, `[batch, seq, k]`; logits and shares of all, `[batch, seq, experts]`."""
@@ -267,7 +267,8 @@ def loss(
     """The loss function of a model: `loss_fn(params, batch) -> (sum, count, aux)`; see `decoder.penalized`."""
 
     def loss_fn(params: dict[str, Any], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        h, statistics = hidden(cfg, route, params, batch["tokens"], batch["positions"], batch.get("documents"))
-        return decoder.penalized(params, h, statistics, batch["targets"], cfg.penalties)
+        tokens, positions, documents, targets = fields(batch)
+        h, statistics = hidden(cfg, route, params, tokens, positions, documents)
+        return decoder.penalized(params, h, statistics, targets, cfg.penalties)
 
     return loss_fn

@@ -16,7 +16,7 @@ from fx_feather.param import Param, normal
 from fx_feather.trace import block, constrain
 
 from . import decoder
-from .checks import Problems
+from .checks import Problems, fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -173,7 +173,7 @@ def loss(cfg: GPT2Config) -> Callable[[dict[str, Any], dict[str, Tensor]], tuple
     """The loss function of a model: `loss_fn(params, batch) -> (sum, count)`; see `fx_feather.models.llama.loss`."""
 
     def loss_fn(params: dict[str, Any], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        out = forward(cfg, params, batch["tokens"], batch["positions"], batch.get("documents"))
-        return cross_entropy(out, batch["targets"])
+        tokens, positions, documents, targets = fields(batch)
+        return cross_entropy(forward(cfg, params, tokens, positions, documents), targets)
 
     return loss_fn

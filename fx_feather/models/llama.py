@@ -20,7 +20,7 @@ from fx_feather.param import Param
 from fx_feather.trace import block
 
 from . import decoder
-from .checks import Problems
+from .checks import Problems, fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -194,8 +194,8 @@ def loss(cfg: LlamaConfig) -> Callable[[dict[str, Any], dict[str, Tensor]], tupl
     """
 
     def loss_fn(params: dict[str, Any], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
-        out = forward(cfg, params, batch["tokens"], batch["positions"], batch.get("documents"))
-        return cross_entropy(out, batch["targets"])
+        tokens, positions, documents, targets = fields(batch)
+        return cross_entropy(forward(cfg, params, tokens, positions, documents), targets)
 
     return loss_fn
 

@@ -16,7 +16,7 @@ from fx_feather.param import Param
 from fx_feather.trace import block, constrain
 
 from . import decoder
-from .checks import Problems
+from .checks import Problems, fields
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -215,7 +215,8 @@ def loss(cfg: MixtralConfig) -> Callable[[dict[str, Any], dict[str, Tensor]], tu
     """
 
     def loss_fn(params: dict[str, Any], batch: dict[str, Tensor]) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        h, statistics = hidden(cfg, params, batch["tokens"], batch["positions"], batch.get("documents"))
-        return decoder.penalized(params, h, statistics, batch["targets"], cfg.penalties)
+        tokens, positions, documents, targets = fields(batch)
+        h, statistics = hidden(cfg, params, tokens, positions, documents)
+        return decoder.penalized(params, h, statistics, targets, cfg.penalties)
 
     return loss_fn

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 
 from ..mesh import Mesh
+from ..program import Instr
 from ..spec import Type, local_size
 from ..unit import GlobalProgram
 from .differentiate import Place
@@ -15,8 +16,10 @@ from .stitch import Stitcher
 WORTH_PARTS = 1 << 15
 
 
-def in_parts(s: Stitcher, program: GlobalProgram, values: Sequence[int]) -> tuple[GlobalProgram, list[int]]:
-    """Lets each rank sum its own part of the first inputs that several ranks hold alike, such as for their norm.
+def in_parts(
+    s: Stitcher, program: GlobalProgram, values: Sequence[int], result: int
+) -> tuple[GlobalProgram, list[int]]:
+    """Lets each rank sum its own part of the first inputs that several ranks hold alike, where one result needs sums.
 
     Sums of parts are sums of other numbers than those of the whole, as wherever a layout splits a value.
 
@@ -24,13 +27,21 @@ def in_parts(s: Stitcher, program: GlobalProgram, values: Sequence[int]) -> tupl
         s: where to cut the values.
         program: the global program.
         values: for its first inputs.
+        result: the value of the program that is made of sums, such as a norm.
 
     Returns:
         The program with further inputs, which calls that give numbers alone take in the place of the first ones; and
         the values for them.
     """
-    sums = {k for k, u in enumerate(program.units) if u.outputs and not any(o.meta["val"].ndim for o in u.outputs)}
-    summed = {a for call in program.calls if call.unit in sums for a in call.args}
+    needed = {result}
+    sums: set[int] = set()
+    for k in reversed(range(len(program.calls))):
+        call = program.calls[k]
+        if needed.intersection(call.outs):
+            needed.update(call.args)
+            if not any(o.meta["val"].ndim for o in program.units[call.unit].outputs):
+                sums.add(k)
+    summed = {a for k in sums for a in program.calls[k].args}
     alike: dict[tuple[Type, Place, Type], list[int]] = {}
     for g, v in zip(program.inputs, values, strict=False):
         t = s.types[v]
@@ -44,8 +55,38 @@ def in_parts(s: Stitcher, program: GlobalProgram, values: Sequence[int]) -> tupl
     for (_, _, part), gs in alike.items():
         made += [v for (v,) in s.convert_rows([[number[g]] for g in gs], [part], "part")]
         new.update(zip(gs, free, strict=False))
-    calls = [c._replace(args=tuple(new.get(a, a) for a in c.args)) if c.unit in sums else c for c in program.calls]
+    calls = [
+        c._replace(args=tuple(new.get(a, a) for a in c.args)) if k in sums else c for k, c in enumerate(program.calls)
+    ]
     return dataclasses.replace(program, calls=calls, inputs=(*program.inputs, *new.values())), made
+
+
+def at_its_use(instrs: Sequence[Instr], values: Sequence[int]) -> list[Instr]:
+    """Calls in another order: each of some values is made right before it is used, so that few are there at a time.
+
+    Args:
+        instrs: the calls.
+        values: made by calls that give one value a row, each used by one row of another call.
+    """
+    late = set(values)
+    maker = {
+        o: Instr(i.func, (ins,), (outs,))
+        for i in instrs
+        for ins, outs in zip(i.ins, i.outs, strict=True)
+        for o in outs
+        if o in late
+    }
+    out: list[Instr] = []
+    for i in instrs:
+        if late.issuperset(v for outs in i.outs for v in outs):
+            continue
+        if not any(v in late for ins in i.ins for v in ins):
+            out.append(i)
+            continue
+        for ins, outs in zip(i.ins, i.outs, strict=True):
+            out += [maker[v] for v in ins if v in late]
+            out.append(Instr(i.func, (ins,), (outs,)))
+    return out
 
 
 def _part(t: Type, mesh: Mesh) -> Type:

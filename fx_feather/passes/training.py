@@ -19,7 +19,7 @@ from ..spec import Type
 from ..trace import block, trace
 from ..unit import GlobalProgram, Unit, avals
 from .order import by_output
-from .parts import in_parts
+from .parts import at_its_use, in_parts
 from .reach import gradient_type, needs_gradient, reached_by_cotangents
 from .stitch import Stitcher
 
@@ -279,7 +279,7 @@ def optimizer_sections(
         operators=True,
     )
     inputs = [*s.like(reduced), *(s.new(t) for t in (*state_types, *at_rest))]
-    program, parts = in_parts(s, program, inputs[:n])
+    program, parts = in_parts(s, program, inputs[:n], program.outputs[1])
     f = s.forward(program, [*inputs, *parts], {})
     rows = [call.rows for call in f.calls]
     early = by_output(rows, program.outputs[:2])
@@ -303,6 +303,7 @@ def optimizer_sections(
     read = {f.values[a] for k in early for row in rows[k] for a in row.args if a in given}
     rest = inputs[n + 2 :]
     at = [i for i, v in enumerate(rest) if v in read]
+    s.instrs = at_its_use(s.instrs, parts)
     check = s.section("check", [*inputs[: n + 2], *(rest[i] for i in at)], [loss, norm, *carried, *passed])
     s.run_forward(f, {}, set(), late)
     outs = [f.values[o] for o in program.outputs[2:]]

@@ -60,6 +60,15 @@ def test_a_left_operand_is_laid_out_once_for_all_products_that_share_it() -> Non
     seen = edited(gradients, rows(2, 4, 5), rows(8, 3), rows(8, 2), rows(8, 6))
     # Three columns and two are worth it; two alone are not, nor are three.
     assert (seen[BY_ONEDNN], seen[aten.clone.default]) == (4, 1)
+    # 160 numbers beside 40 and 100.
+    logits = edited(lambda x, g: [g.t() @ x], rows(8, 5), rows(8, 20))
+    assert logits[BY_ONEDNN] == 1 and aten.clone.default not in logits
+
+
+@pytest.mark.usefixtures("every_product")
+def test_what_onednn_would_not_take_stays() -> None:
+    part = rows(5, 9)[:, 1:4]
+    assert edited(lambda x, y: [x @ y], rows(4, 5), part) == {aten.mm.default: 1}
 
 
 def test_small_products_and_other_dtypes_stay(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,10 +120,14 @@ def test_a_step_is_the_same_but_for_rounding(name: str, remat: str) -> None:
 
 
 def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    matmul.check_matmul("aten")
-    with pytest.raises(BackendError, match="this PyTorch multiplies matrices by aten"):
-        matmul.check_matmul("cublas")
+    matmul.check_matmul("aten", "cuda")
+    with pytest.raises(BackendError, match="on cuda this PyTorch multiplies matrices by aten"):
+        matmul.check_matmul("onednn", "cuda")
     monkeypatch.setattr(matmul, "has_onednn", lambda: False)
-    with pytest.raises(BackendError, match="matmul='onednn'") as error:
-        matmul.check_matmul("onednn")
+    with pytest.raises(BackendError, match="on cpu this PyTorch multiplies matrices by aten") as error:
+        matmul.check_matmul("onednn", "cpu")
     assert str(error.value).endswith("matmul='aten'")
+    settings = {"template": {}, "mesh": ff.Mesh(), "layout": ff.Layout(), "batch": {}}
+    with pytest.raises(ff.FeatherError, match="2 problems") as error:
+        ff.compile_step(lambda params, batch: None, ff.sgd(0.1), **settings, accumulate=0, matmul="cublas")
+    assert "matmul is 'cublas'" in str(error.value) and "the ways are aten, onednn" in str(error.value)

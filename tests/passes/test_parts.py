@@ -64,6 +64,37 @@ def test_each_rank_sums_its_part(monkeypatch: pytest.MonkeyPatch) -> None:
     assert math.isclose(sum(c.operand_bytes for c in step.collectives() if c not in sent), 8 * (48 + 72 + 3))
 
 
+OTHERS = {
+    "a second norm, of what the first has clipped": ff.chain(
+        ff.clip_by_global_norm(1.0), ff.clip_by_global_norm(0.1), ff.sgd(0.1)
+    ),
+    "a norm after other transforms": ff.chain(ff.scale(2.0), ff.clip_by_global_norm(0.1), ff.adamw(0.1)),
+    "no norm but the one that is reported": ff.sgd(0.1),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_sums_are_taken_where_they_were(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "WORTH_PARTS", 1)
+    step, alone = compiled(*MESHES["hsdp"], OTHERS[name]), compiled(ff.Mesh(), ff.Layout(), OTHERS[name])
+    x = torch.randn(8, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    one, other = step.init(0), alone.init(0)
+    for _ in range(2):
+        one, got = step.simulate(one, x)
+        other, want = alone.simulate(other, x)
+        assert got["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-12)
+    for key, value in other.params.items():
+        torch.testing.assert_close(one.params[key], value, rtol=1e-11, atol=1e-12)
+
+
+def test_a_part_is_there_only_while_it_is_summed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "WORTH_PARTS", 1)
+    step = compiled(*MESHES["ddp"], ff.clip_by_global_norm(0.5))
+    calls = [(i.func.name, len(i.ins)) for i in step.program.sections["check"].instrs]
+    at = [k for k, (name, _) in enumerate(calls) if name == "part"]
+    assert len(at) == 2 and [calls[k + 1] for k in at] == [("sum_squares", 1)] * 2
+
+
 @pytest.mark.parametrize(
     ("t", "part"),
     [
