@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch.utils import _pytree as pytree
 
-from fx_feather.errors import BatchError, ShapeError
+from fx_feather.errors import ShapeError
 from fx_feather.models import llama
 from fx_feather.models.llama import LlamaConfig
 from fx_feather.param import init
@@ -298,17 +298,3 @@ def test_bad_arguments_of_generate_are_listed_at_once():
         llama.generate(cfg, {}, torch.zeros(1, 0, dtype=torch.long), -1, temperature=math.nan, window=0)
     for word in ("shape [1, 0]", "length=-1", "temperature=nan", "window=0", "n of at least 1"):
         assert word in str(error.value)
-
-
-def test_what_a_batch_lacks_is_named_at_once():
-    loss = llama.loss(CONFIGS["grouped"])
-    tokens = torch.zeros(1, 4, dtype=torch.int64)
-    for batch, words in (
-        ({"tokens": tokens, "labels": tokens}, ["a batch of labels, tokens", "positions, targets are missing"]),
-        ({"tokens": tokens, "targets": tokens}, ["positions is missing", "torch.arange(seq)"]),
-        (tokens, ["got:     Tensor", "tokens, positions, targets are missing"]),
-    ):
-        with pytest.raises(BatchError) as error:
-            loss({}, batch)
-        for word in [*words, "got:", "problem:", "rule:", "fix:"]:
-            assert word in str(error.value)

@@ -7,8 +7,9 @@ import torch
 
 import fx_feather as ff
 import layouts
-from fx_feather import backend, optim, tree
+from fx_feather import backend, optim, runtime, tree
 from fx_feather.models import deepseek_v3, gpt2, llama
+from tests.runtime.jobs import linear_batch, linear_step
 
 F64: dict[str, Any] = {"vocab": 11, "layers": 2, "embed": 8, "heads": 2, "dtype": torch.float64}
 MODELS = {
@@ -81,3 +82,22 @@ def test_a_rank_runs_what_is_simulated(name: str, remat: str, monkeypatch: pytes
         assert torch.allclose(a, b, rtol=1e-10, atol=1e-12), path
     over = {f.name: form.over for f, form in step.runtime()._overwriting.items() if f.name.endswith("backward")}
     assert over, "no backward writes over what was kept for it"
+
+
+def test_holes_in_the_heap_go_back_after_the_first_step_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, calls = linear_step(ff.Mesh(), ff.Layout()), []
+    run = step.runtime()
+    monkeypatch.setattr(runtime, "give_back", lambda: calls.append(state.step))
+    state, batch = step.init(), linear_batch()
+    for _ in range(3):
+        state, _ = step(state, batch)
+    assert calls == [0]
+    # What is remembered of the values that were made does not grow with the steps.
+    run._too_many = 0
+    state, _ = step(state, batch)
+    few = len(run._made)
+    for _ in range(50):
+        run._too_many = min(run._too_many, 20)
+        state, _ = step(state, batch)
+    assert len(run._made) <= few + 30
+    assert all(run._gave(x) for x in tree.leaves(state.params))
