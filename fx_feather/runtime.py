@@ -4,6 +4,7 @@ import atexit
 import contextlib
 import datetime
 import functools as ft
+import math
 import os
 import sys
 import time
@@ -40,7 +41,21 @@ def in_world() -> bool:
 
 
 def _timeout() -> datetime.timedelta:
-    return datetime.timedelta(seconds=float(os.environ.get("FX_FEATHER_TIMEOUT", TIMEOUT_S)))
+    text = os.environ.get("FX_FEATHER_TIMEOUT", str(TIMEOUT_S))
+    try:
+        seconds = float(text)
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < 1e9:
+        fail(
+            MeshError,
+            call=f"FX_FEATHER_TIMEOUT={text}",
+            got=repr(text),
+            number=f"{text!r} is no number of seconds",
+            rule="a rank waits for the others for a positive number of seconds",
+            fix=f"FX_FEATHER_TIMEOUT={TIMEOUT_S:g}, or leave it out",
+        )
+    return datetime.timedelta(seconds=seconds)
 
 
 def _begin(backend: str) -> None:

@@ -285,7 +285,8 @@ class Step(Common):
             got=f"loss {loss}, gradient norm {norm}, count {count}",
             number=number,
             rule="a step with a loss or gradient that is not finite would spoil every parameter; it was not applied",
-            fix="the state is unchanged: skip this batch, or lower the learning rate, or look at the leaf above",
+            fix="the state is unchanged: skip this batch, lower the learning rate, or look at the leaf above, or for "
+            "an index that is outside of a split dim, such as a token of another vocabulary",
         )
 
     def collectives(self) -> list[CollectiveNode]:
@@ -378,6 +379,7 @@ def compile_step(
             ("optimizer", pair, "an optimizer is a pair (init, update)", "a call such as ff.adamw(lr=3e-4)"),
             ("accumulate", is_count(accumulate, 1), "a batch is processed in one microbatch or more", "accumulate=1"),
             ("remat", remat in REMAT or is_count(remat, 0), _REMAT_RULE, "remat='none'"),
+            ("reshard", isinstance(reshard, bool), "parameters are gathered again, or not", "reshard=True"),
             ("bucket_bytes", is_count(bucket_bytes, 1), "a bucket holds at least one byte", "bucket_bytes=25 << 20"),
             ("prefetch_bytes", prefetch, "a budget is a number of bytes, 0 for none", "prefetch_bytes=1 << 30"),
             ("matmul", matmul in MATMULS, f"the ways are {', '.join(MATMULS)}", "matmul='aten'"),

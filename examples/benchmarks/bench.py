@@ -43,23 +43,35 @@ class Failed(Exception):
     """A side did not run, or the two disagree."""
 
 
+def positive(text: str) -> int:
+    """A count from the command line."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive integer")
+    return int(text)
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Measure fx_feather beside the parallel modules of PyTorch.")
     parser.add_argument("--size", choices=list(SIZES), default="small")
     parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks, joined by commas")
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}, joined by commas")
-    parser.add_argument("--steps", type=int, default=10, help="measured steps of each side in a round")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=positive, default=10, help="measured steps of each side in a round")
+    parser.add_argument("--rounds", type=positive, default=3)
     matmuls = ("onednn", "aten") if ff.has_onednn() else ("aten",)
     parser.add_argument("--matmul", choices=matmuls, default=matmuls[0], help="of fx_feather; aten is what peers use")
     parser.add_argument("--json", default="runs/bench/bench.json", help="where to write all numbers; a plot beside it")
     parser.add_argument("--timeout", type=float, default=600, help="seconds that one side may take in a round")
     args = parser.parse_args()
-    args.ranks = [int(n) for n in args.ranks.split(",")]
+    try:
+        args.ranks = [positive(n) for n in args.ranks.split(",")]
+    except argparse.ArgumentTypeError as error:
+        parser.error(f"--ranks: {error}")
     args.rows = args.rows.split(",")
     unknown = [r for r in args.rows if r not in ROWS]
     if unknown:
-        parser.error(f"--rows: {', '.join(unknown)} is none of {', '.join(ROWS)}")
+        parser.error(f"--rows: {', '.join(map(repr, unknown))} is none of {', '.join(ROWS)}")
+    if all(ROWS[row].axes(n) is None for n in args.ranks for row in args.rows):
+        parser.error(f"--rows {','.join(args.rows)} has no mesh of {' or '.join(map(str, args.ranks))} ranks")
     return args
 
 
@@ -208,6 +220,7 @@ def line(r: dict[str, Any]) -> str:
 def main(args: argparse.Namespace) -> int:
     size, target = SIZES[args.size], Path(args.json)
     print(f"{args.size}: {size}, {size.parameters:,} parameters, fp32, torch {torch.__version__}", flush=True)
+    print(f"matrices are multiplied by {args.matmul} in fx_feather, by aten in the peers", flush=True)
     todo = [(row, n) for n in args.ranks for row in args.rows if ROWS[row].axes(n) is not None]
     results, failures = [], []
     with tempfile.TemporaryDirectory() as name:
@@ -223,11 +236,19 @@ def main(args: argparse.Namespace) -> int:
             except Failed as error:
                 failures.append(str(error))
                 print(f"{row:<9}{ranks:>5} | failed: {error}", file=sys.stderr, flush=True)
+    if not results:
+        return 1
     target.parent.mkdir(parents=True, exist_ok=True)
-    report = {"size": args.size, "torch": torch.__version__, "rounds": args.rounds, "steps": args.steps}
+    report = {
+        "size": args.size,
+        "torch": torch.__version__,
+        "rounds": args.rounds,
+        "steps": args.steps,
+        "matmul": args.matmul,
+    }
     target.write_text(json.dumps(report | {"results": results, "failures": failures}, indent=1))
     print(f"wrote {target}; {plot(results, target.with_suffix('.png'))}")
-    if results and not failures:
+    if not failures:
         worst = max(r["apart"]["gradients"] for r in results)
         print(f"checked: {len(results)} rows, losses to {LOSS_TOLERANCE:g}, every gradient to {worst:.0e} of its norm")
     return 1 if failures else 0

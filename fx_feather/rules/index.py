@@ -22,6 +22,18 @@ def held(local: Local, factor: str, index: Tensor, wraps: bool = False) -> tuple
     return row, inside & true[row]
 
 
+def nothing(local: Local, factor: str, index: Tensor, dtype: torch.dtype, wraps: bool = False) -> Tensor:
+    """What stands for a row that this rank doesn't hold: 0, or NaN where nobody does, like `index`.
+
+    On one device an index outside of a dim is an error; zeros on all ranks would hide it. Integers have no NaN.
+    """
+    zero = torch.zeros((), dtype=dtype, device=index.device)
+    if not dtype.is_floating_point:
+        return zero.expand(index.shape)
+    size = local.sharding.sizes[factor]
+    return torch.where((index >= (-size if wraps else 0)) & (index < size), zero, float("nan"))
+
+
 def _refuse(call: OpCall, option: str, why: str) -> None:
     fail(
         RuleError,
@@ -43,7 +55,9 @@ def _embedding(call: OpCall) -> Sharding:
 
     def lookup(local: Local, operands: list[Tensor]) -> Tensor:
         rows, hit = held(local, "v", operands[1])
-        out = torch.where(hit.unsqueeze(-1), torch.ops.aten.embedding.default(operands[0], rows), 0.0)
+        other = nothing(local, "v", operands[1], operands[0].dtype)
+        found = torch.ops.aten.embedding.default(operands[0], rows)
+        out = torch.where(hit.unsqueeze(-1), found, other.unsqueeze(-1))
         if padding < 0:
             return out
         # The row of the padding token is read but takes no gradient.
@@ -69,7 +83,7 @@ def _masked(call: OpCall, factor: str, at: int, wraps: bool = False) -> Callable
             if not isinstance(call.args[1], Operand)
             else call.target(operands[0], rows, at)
         )
-        return torch.where(hit, out, torch.zeros((), dtype=out.dtype, device=out.device))
+        return torch.where(hit, out, nothing(local, factor, operands[1], out.dtype, wraps))
 
     return lookup
 
@@ -130,7 +144,8 @@ def _index_select(call: OpCall) -> Sharding:
         rows, hit = held(local, f"d{at}", operands[1])
         picked = operands[0].index_select(at, rows)
         shape = [-1 if i == at else 1 for i in range(picked.ndim)]
-        return torch.where(hit.view(shape), picked, torch.zeros((), dtype=picked.dtype, device=picked.device))
+        other = nothing(local, f"d{at}", operands[1], picked.dtype)
+        return torch.where(hit.view(shape), picked, other.view(shape))
 
     of_index: Factors = (("j",),) if index.ndim else ()
     sizes = {**sizes_of((of_x, x.shape)), "j": call.outs[0].shape[at] if x.ndim else 1}
@@ -177,8 +192,9 @@ def _index(call: OpCall) -> Sharding:
     def lookup(local: Local, tensors: list[Tensor]) -> Tensor:
         rows, hit = held(local, factor, tensors[1], wraps=True)
         picked = torch.ops.aten.index.Tensor(tensors[0], [None] * at[0] + [rows])
-        mask = hit.reshape(hit.shape + (1,) * (picked.ndim - at[0] - hit.ndim))
-        return torch.where(mask, picked, torch.zeros((), dtype=picked.dtype, device=picked.device))
+        shape = hit.shape + (1,) * (picked.ndim - at[0] - hit.ndim)
+        other = nothing(local, factor, tensors[1], picked.dtype, wraps=True)
+        return torch.where(hit.reshape(shape), picked, other.reshape(shape))
 
     return Sharding(tuple(operands), (out,), sizes, linear=sets([x]), lower={factor: lookup})
 

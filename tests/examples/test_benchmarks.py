@@ -6,6 +6,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples" / "benchmarks"
 LIMIT_S = 240
@@ -42,7 +44,23 @@ def test_both_sides_agree_and_are_measured(tmp_path):
 def test_an_unknown_row_is_named():
     command = [sys.executable, str(FOLDER / "bench.py"), "--rows", "ddp,fsbp"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
-    assert done.returncode == 2 and "fsbp is none of eager, compiled, ddp" in done.stderr
+    assert done.returncode == 2 and "'fsbp' is none of eager, compiled, ddp" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (["--ranks", "1,"], "--ranks: '' is not a positive integer"),
+        (["--ranks", "0"], "--ranks: '0' is not a positive integer"),
+        (["--rounds", "0"], "'0' is not a positive integer"),
+        (["--steps", "-1"], "'-1' is not a positive integer"),
+        (["--ranks", "3", "--rows", "hsdp"], "--rows hsdp has no mesh of 3 ranks"),
+    ],
+)
+def test_options_that_measure_nothing_are_refused(wrong, text, tmp_path):
+    command = [sys.executable, str(FOLDER / "bench.py"), *wrong, "--json", str(tmp_path / "kept.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=LIMIT_S)
+    assert done.returncode == 2 and text in done.stderr and not (tmp_path / "kept.json").exists()
 
 
 def test_scaling(tmp_path):
