@@ -127,11 +127,7 @@ def tiled(graph: fx.Graph, forward: Runnable) -> Runnable | None:
         None for a function that is not pointwise, or too small to gain.
     """
     tiles = _Tiles.of(graph, forward)
-    return tiles.run if _is_tiled(tiles) and tiles is not None else None
-
-
-def _is_tiled(tiles: "_Tiles | None") -> bool:
-    return tiles is not None and tiles.shape.numel() >= 2 * TILE
+    return tiles.run if tiles is not None and tiles.are_worth_it else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,7 +160,8 @@ def consuming(graph: fx.Graph, constants: dict[str, torch.Tensor], used_up: Coll
     Returns:
         None if no operator can, and for functions that run in tiles: which form runs must not change a sum.
     """
-    if _is_tiled(_Tiles.of(graph)):
+    tiles = _Tiles.of(graph)
+    if tiles is not None and tiles.are_worth_it:
         return None
     frugal = fx.Graph()
     frugal.output(frugal.graph_copy(graph, {}))
@@ -224,6 +221,11 @@ class _Tiles:
             sums,
             *_apart(graph),
         )
+
+    @property
+    def are_worth_it(self) -> bool:
+        """Whether there are several."""
+        return self.shape.numel() >= 2 * TILE
 
     def run(self, *xs: torch.Tensor) -> list[torch.Tensor]:
         """The results."""

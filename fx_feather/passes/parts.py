@@ -21,7 +21,7 @@ def in_parts(
 ) -> tuple[GlobalProgram, list[int]]:
     """Lets each rank sum its own part of the first inputs that several ranks hold alike, where one result needs sums.
 
-    Sums of parts are sums of other numbers than those of the whole, as wherever a layout splits a value.
+    Doesn't keep results bit for bit: a sum of parts is taken in another order, as wherever a layout splits a value.
 
     Args:
         s: where to cut the values.

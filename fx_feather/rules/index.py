@@ -22,7 +22,7 @@ def held(local: Local, factor: str, index: Tensor, wraps: bool = False) -> tuple
     return row, inside & true[row]
 
 
-def nothing(local: Local, factor: str, index: Tensor, dtype: torch.dtype, wraps: bool = False) -> Tensor:
+def filler(local: Local, factor: str, index: Tensor, dtype: torch.dtype, wraps: bool = False) -> Tensor:
     """What stands for a row that this rank doesn't hold: 0, or NaN where nobody does, like `index`.
 
     On one device an index outside of a dim is an error; zeros on all ranks would hide it. Integers have no NaN.
@@ -55,7 +55,7 @@ def _embedding(call: OpCall) -> Sharding:
 
     def lookup(local: Local, operands: list[Tensor]) -> Tensor:
         rows, hit = held(local, "v", operands[1])
-        other = nothing(local, "v", operands[1], operands[0].dtype)
+        other = filler(local, "v", operands[1], operands[0].dtype)
         found = torch.ops.aten.embedding.default(operands[0], rows)
         out = torch.where(hit.unsqueeze(-1), found, other.unsqueeze(-1))
         if padding < 0:
@@ -83,7 +83,7 @@ def _masked(call: OpCall, factor: str, at: int, wraps: bool = False) -> Callable
             if not isinstance(call.args[1], Operand)
             else call.target(operands[0], rows, at)
         )
-        return torch.where(hit, out, nothing(local, factor, operands[1], out.dtype, wraps))
+        return torch.where(hit, out, filler(local, factor, operands[1], out.dtype, wraps))
 
     return lookup
 
@@ -144,7 +144,7 @@ def _index_select(call: OpCall) -> Sharding:
         rows, hit = held(local, f"d{at}", operands[1])
         picked = operands[0].index_select(at, rows)
         shape = [-1 if i == at else 1 for i in range(picked.ndim)]
-        other = nothing(local, f"d{at}", operands[1], picked.dtype)
+        other = filler(local, f"d{at}", operands[1], picked.dtype)
         return torch.where(hit.view(shape), picked, other.view(shape))
 
     of_index: Factors = (("j",),) if index.ndim else ()
@@ -193,7 +193,7 @@ def _index(call: OpCall) -> Sharding:
         rows, hit = held(local, factor, tensors[1], wraps=True)
         picked = torch.ops.aten.index.Tensor(tensors[0], [None] * at[0] + [rows])
         shape = hit.shape + (1,) * (picked.ndim - at[0] - hit.ndim)
-        other = nothing(local, factor, tensors[1], picked.dtype, wraps=True)
+        other = filler(local, factor, tensors[1], picked.dtype, wraps=True)
         return torch.where(hit.reshape(shape), picked, other.reshape(shape))
 
     return Sharding(tuple(operands), (out,), sizes, linear=sets([x]), lower={factor: lookup})

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..collectives import keep_first, pmax, psum
 from .handwritten import by_hand
-from .index import held, nothing
+from .index import filler, held
 from .local import Local
 from .pointwise import broadcast, named, padding_harmless, sizes_of
 from .rule import Factors, OpCall, Rule, Sharding, register
@@ -128,7 +128,7 @@ def _nll_of_part(local: Local, operands: list[Tensor]) -> Tensor:
     n = local.mesh.count(axes)
     top = pmax(total.detach(), axes, n)
     whole = top + psum((total - top).exp(), axes, n).log()
-    other = nothing(local, "v", rows, logits.dtype)
+    other = filler(local, "v", rows, logits.dtype)
     return keep_first(whole, axes, n) - torch.where(mine, picked, other)
 
 

@@ -128,6 +128,7 @@ def test_a_library_that_is_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
         matmul.check_matmul("onednn", "cpu")
     assert str(error.value).endswith("matmul='aten'")
     settings = {"template": {}, "mesh": ff.Mesh(), "layout": ff.Layout(), "batch": {}}
-    with pytest.raises(ff.FeatherError, match="2 problems") as error:
-        ff.compile_step(lambda params, batch: None, ff.sgd(0.1), **settings, accumulate=0, matmul="cublas")
+    wrong = {"accumulate": 0, "reshard": "no", "matmul": "cublas"}
+    with pytest.raises(ff.FeatherError, match="3 problems") as error:
+        ff.compile_step(lambda params, batch: None, ff.sgd(0.1), **settings, **wrong)
     assert "matmul is 'cublas'" in str(error.value) and "the ways are aten, onednn" in str(error.value)

@@ -101,3 +101,12 @@ def test_holes_in_the_heap_go_back_after_the_first_step_alone(monkeypatch: pytes
         state, _ = step(state, batch)
     assert len(run._made) <= few + 30
     assert all(run._gave(x) for x in tree.leaves(state.params))
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "1e30"])
+def test_a_timeout_that_is_no_time_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FX_FEATHER_TIMEOUT", text)
+    with pytest.raises(ff.FeatherError, match="is no number of seconds"):
+        runtime._timeout()
+    monkeypatch.setenv("FX_FEATHER_TIMEOUT", "2.5")
+    assert runtime._timeout().total_seconds() == 2.5
