@@ -10,6 +10,7 @@ from hypothesis import given, settings
 import fx_feather as ff
 from fx_feather import testing
 from fx_feather.errors import FeatherError
+from fx_feather.models import llama
 from fx_feather.simulate import Simulator
 
 EXAMPLE = {"x": torch.zeros(6, 4), "label": torch.tensor([0, 0, 0, 0, 0, 9]), "on": torch.tensor([True, False] * 3)}
@@ -103,3 +104,39 @@ def test_a_rank_that_drifts_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
             mesh=ff.Mesh(dp=2),
             layout=ff.Layout(compute={"batch": "dp"}),
         )
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_what_is_left_of_gradients_that_cancel_is_no_difference(seed: int) -> None:
+    """An embedding of one number is normed to its sign: attention's gradients are nothing but rounding."""
+    cfg = llama.LlamaConfig(vocab=2, layers=1, embed=1, heads=1, kv_heads=1, mlp=1, head_dim=4, dtype=torch.float64)
+    tokens, targets = torch.randint(0, 2, (2, 2, 2), generator=torch.Generator().manual_seed(seed))
+    testing.assert_equivalent(
+        llama.loss(cfg),
+        template=llama.template(cfg),
+        batch={"tokens": tokens, "targets": targets, "positions": torch.arange(2).expand(2, 2).contiguous()},
+        mesh=ff.Mesh(),
+        layout=ff.Layout(),
+        optimizer=ff.adamw(lr=1e-2),
+    )
+
+
+def test_a_small_gradient_that_is_lost_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only what rounding explains is let through: a gradient of a millionth of another is none of that."""
+    template = {"large": ff.Param("_", (4,)), "small": ff.Param("_", (4,))}
+
+    def loss(params, batch):
+        return ((params["large"] + 1e-5 * params["small"]) * batch).sum(), torch.tensor(4)
+
+    settings = {"template": template, "batch": torch.ones(4), "batch_dims": "_", "optimizer": ff.adamw(lr=1e-2)}
+    settings |= {"mesh": ff.Mesh(), "layout": ff.Layout(), "steps": 1}
+    testing.assert_equivalent(loss, **settings)
+    gather = ff.Step.gather
+
+    def lossy(self, values, types):
+        wholes = gather(self, values, types)
+        return [x.where(x.abs() > 1e-4, 0) for x in wholes] if len(wholes) == len(template) * 3 + 1 else wholes
+
+    monkeypatch.setattr(ff.Step, "gather", lossy)
+    with pytest.raises(AssertionError, match=r"optimizer state.*'mu'.*'small'"):
+        testing.assert_equivalent(loss, **settings)

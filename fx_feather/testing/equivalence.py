@@ -39,10 +39,30 @@ def _compared(name: str, got: Any, want: Any, scale: float = 0.0, start: Any = 0
     return _Compared(name, error / norm if norm else error, ratio)
 
 
-def _rows(name: str, got: Any, want: Any, scale: float = 0.0, start: Any = None) -> Iterator[_Compared]:
-    before = tree.leaves(start) if start is not None else [0] * len(tree.leaves(want))
-    for path, a, b, s in zip(tree.paths(want), tree.leaves(got), tree.leaves(want), before, strict=True):
+def _rows(name: str, got: Any, want: Any, scales: Sequence[float] = (), start: Any = None) -> Iterator[_Compared]:
+    n = len(tree.leaves(want))
+    before = tree.leaves(start) if start is not None else [0] * n
+    leaves = zip(tree.paths(want), tree.leaves(got), tree.leaves(want), scales or [0.0] * n, before, strict=True)
+    for path, a, b, scale, s in leaves:
         yield _compared(name + path, a, b, scale, s)
+
+
+def _with_noise(grads: Any, least: float, noise: float, seed: int) -> Any:
+    """The gradients of another rounding: leaves whose norm is below `least` move by `noise`, in any direction."""
+    g = torch.Generator().manual_seed(seed)
+
+    def move(x: torch.Tensor) -> torch.Tensor:
+        if not x.numel() or x.norm() >= least:
+            return x
+        way = torch.randn(x.shape, generator=g, dtype=torch.float64)
+        return x + (way * (noise / way.norm())).to(x.dtype)
+
+    return tree.map(move, grads)
+
+
+def _apart(near: Any, want: Any) -> list[float]:
+    pairs = zip(tree.leaves(near), tree.leaves(want), strict=True)
+    return [(a.to(torch.float64) - b.to(torch.float64)).norm().item() for a, b in pairs]
 
 
 def assert_equivalent(
@@ -127,21 +147,33 @@ def assert_equivalent(
         step = _watched(compile_step(fn, optimizer or sgd(lr=1.0), **settings, **how), law)
         got, got_grads = _gradients(step, params, batch)
     # What is smaller than the rounding of the largest leaf says nothing.
-    least = 10 * torch.finfo(dtype or torch.float32).eps / rtol * global_norm(grads).item()
+    eps = 10 * torch.finfo(dtype or torch.float32).eps
+    least = [eps / rtol * global_norm(grads).item()] * len(tree.leaves(grads))
     law.hold([*_rows("", got, want), *_rows("grads", got_grads, grads, least)])
 
     if step is not None and optimizer is not None:
         law.hold(_rows("initial optimizer state", step.init(seed).opt, optimizer.init(init(template, seed))))
         state, first = State(params, optimizer.init(params), 0, True), params
         opt = state.opt
+        # Adam's second moment squares such a gradient, and its direction divides by it: how far that reaches is seen.
+        near_params, near_opt = params, opt
         for k in range(steps):
             state, metrics = step.simulate(state, batch)
             want, grads = value_and_grad(fn)(params, batch)
             wanted = {"loss": want["loss"], "count": want["count"], "grad_norm": global_norm(grads)}
             law.hold(_rows(f"step {k + 1}", {name: metrics[name] for name in wanted}, wanted))
+            noise = eps * wanted["grad_norm"].item()
+            near_updates, near_opt = optimizer.update(_with_noise(grads, noise / rtol, noise, k), near_opt, near_params)
+            near_params = apply_updates(near_params, near_updates)
             updates, opt = optimizer.update(grads, opt, params)
             params = apply_updates(params, updates)
-        law.hold([*_rows("params", state.params, params, start=first), *_rows("optimizer state", state.opt, opt)])
+        of_params, of_opt = ([x / rtol for x in _apart(*p)] for p in ((near_params, params), (near_opt, opt)))
+        law.hold(
+            [
+                *_rows("params", state.params, params, of_params, first),
+                *_rows("optimizer state", state.opt, opt, of_opt),
+            ]
+        )
     return law.worst
 
 
