@@ -34,18 +34,20 @@ def label(node: fx.Node) -> str:
     return str(node.meta.get("label", node.name))
 
 
-def labels(fn: Callable[..., Any], args: tree.TreeDef) -> list[str]:
-    """How `fn` writes each leaf of its arguments, such as `params['mlp']['up']`."""
+def labels(fn: Callable[..., Any], args: tree.TreeDef) -> Callable[[int], str]:
+    """How `fn` writes a leaf of its arguments, given the leaf's number: such as `params['mlp']['up']`."""
     try:
         parameters = inspect.signature(fn).parameters.values()
     except (TypeError, ValueError):
         parameters = ()  # type: ignore[assignment]
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    out = []
-    for path in tree.paths_of(args):
-        at, rest = path[1:].split("]", 1)
-        out.append((names[int(at)] if int(at) < len(names) else f"args[{at}]") + rest)
-    return out
+    accessors = optree.treespec_accessors(args)
+
+    def label(i: int) -> str:
+        at, rest = accessors[i].codify("")[1:].split("]", 1)
+        return (names[int(at)] if int(at) < len(names) else f"args[{at}]") + rest
+
+    return label
 
 
 @ft.cache

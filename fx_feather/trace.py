@@ -159,7 +159,12 @@ class Block:
         flat, table = tree.flatten(list(rows))
         with torch._C.DisableTorchFunction():  # a question about a shape is no operator
             kept = _current.kept
-            kinds = [(x.shape, x.dtype) if isinstance(x, torch.Tensor) else identity(x, kept) for x in flat]
+            # Rows share what is no leaf of a tree, such as the rate of a step.
+            kind = {
+                k: (x.shape, x.dtype) if isinstance(x, torch.Tensor) else identity(x, kept)
+                for k, x in {id(x): x for x in flat}.items()
+            }
+            kinds = [kind[id(x)] for x in flat]
         start = 0
         for at, treedef in enumerate(table.children()):
             end = start + treedef.num_leaves
@@ -172,12 +177,12 @@ class Block:
             if (function, key) not in _current.ids:
                 first = members[0]
                 _current.ids[function, key] = _trace_block(_current, self.fn, self.name, first.leaves, first.treedef)
-            id = _current.ids[function, key]
-            avals, out_tree = _current.outs[id]
+            unit = _current.ids[function, key]
+            avals, out_tree = _current.outs[unit]
             # Models have few calls, and a row each: their graph is cut between them.
             for part in [members] if _current.calls is not None else [[m] for m in members]:
                 tensors = [x for m in part for x in m.leaves if isinstance(x, torch.Tensor)]
-                outs = _emit_block(tensors, id, len(part))
+                outs = _emit_block(tensors, unit, len(part))
                 alone = len(avals) == 1 and out_tree.is_leaf()
                 for k, m in enumerate(part):
                     results[m.at] = (
@@ -200,16 +205,18 @@ def _emit_block(tensors: list[torch.Tensor], id: int, rows: int) -> list[torch.T
         return _current.calls.call(id, tensors, rows, lambda: _block_outputs(tensors, id, rows))
     # The nodes are made by hand: parameters that come straight from outside need none, and the dispatcher has no say.
     tracer = get_proxy_mode().tracer
-    operands = [tracer.tensor_tracker[x].proxy.node if x in tracer.tensor_tracker else x for x in tensors]
+    known = [tracer.tensor_tracker.get(x) for x in tensors]
+    operands = [x if k is None else k.proxy.node for x, k in zip(tensors, known, strict=True)]
     nodes = [x for x in operands if isinstance(x, fx.Node)]
     node = tracer.graph.call_function(torch.ops.fx_feather.block.default, (nodes, id, rows))
     node.meta["operands"] = operands
     note_line()
     out = _block_outputs(tensors, id, rows)
-    for i, x in enumerate(out):
-        item = tracer.graph.call_function(operator.getitem, (node, i))
-        item.meta |= {"val": x, "stack_trace": noted_line()}
-        track_tensor(x, fx.Proxy(item, tracer), constant=None, tracer=tracer)
+    with torch._C.DisableTorchFunction():  # else each question about a size is one for the modes of the trace
+        for i, x in enumerate(out):
+            item = tracer.graph.call_function(operator.getitem, (node, i))
+            item.meta |= {"val": x, "stack_trace": noted_line()}
+            track_tensor(x, fx.Proxy(item, tracer), constant=None, tracer=tracer)
     return out
 
 
@@ -254,9 +261,9 @@ def _trace_block(trace: _Trace, fn: Callable[..., Any], label: str, leaves: list
             unit = _trace_unit(flat, avals, label, trace.calls is not None)
     finally:
         trace.inside = False
-    names = labels(fn, treedef)
+    label_of = labels(fn, treedef)
     for n, i in zip(unit.inputs, at, strict=True):
-        n.meta["label"] = names[i]
+        n.meta["label"] = label_of(i)
     trace.blocks.append(unit)
     trace.outs.append(([Aval.of(n.meta["val"]) for n in unit.outputs], out_tree))
     return len(trace.blocks) - 1

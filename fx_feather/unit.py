@@ -132,14 +132,16 @@ def _hashable(x: Any) -> Any:
     return x
 
 
-def cut(whole: Unit, blocks: list[Unit], inputs: list[torch.Tensor], labels: list[str], out_tree: Any) -> GlobalProgram:
+def cut(
+    whole: Unit, blocks: list[Unit], inputs: list[torch.Tensor], label: Callable[[int], str], out_tree: Any
+) -> GlobalProgram:
     """Cuts the outer graph at its block nodes: what lies between two blocks becomes a unit of its own.
 
     Args:
         whole: the outer graph; its block nodes name a block by its number, and have all operands in their meta.
         blocks: the blocks.
         inputs: the program's inputs; in the outer graph they stand as constants.
-        labels: what to call each input in messages.
+        label: what to call an input in messages, by its number.
         out_tree: structure of the results.
     """
     units, calls = list(blocks), []
@@ -152,7 +154,7 @@ def cut(whole: Unit, blocks: list[Unit], inputs: list[torch.Tensor], labels: lis
     }
     for n, k in number.items():
         n.meta.setdefault("val", inputs[k])
-        n.meta["label"] = labels[k]
+        n.meta["label"] = label(k)
     outside, count = frozenset(number), len(inputs)
 
     def new(key: Any) -> int:

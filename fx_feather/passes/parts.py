@@ -1,6 +1,7 @@
 """Parts: of a value that several ranks hold alike each rank sums a part, where only the sum is wanted."""
 
 import dataclasses
+import functools as ft
 import itertools
 import math
 from collections.abc import Sequence
@@ -43,9 +44,10 @@ def in_parts(
                 sums.add(k)
     summed = {a for k in sums for a in program.calls[k].args}
     alike: dict[tuple[Type, Place, Type], list[int]] = {}
+    part_of = ft.cache(_part)  # leaves share their types
     for g, v in zip(program.inputs, values, strict=False):
         t = s.types[v]
-        part = _part(t, s.mesh)
+        part = part_of(t, s.mesh)
         if g in summed and part != t and math.prod(t.shape) >= WORTH_PARTS:
             alike.setdefault((t, s.places[v], part), []).append(g)
     number = dict(zip(program.inputs, values, strict=False))

@@ -1,26 +1,36 @@
 """Reach: which values need a cotangent, which get one, and of what type the gradient of a parameter is meanwhile."""
 
+from collections.abc import Sequence
+
 import torch
 
 from ..layout import ParamTypes
 from ..spec import Type
-from ..unit import GlobalProgram
+from ..unit import GlobalProgram, Unit
 
 
 def needs_gradient(program: GlobalProgram, roots: set[int]) -> dict[int, bool]:
     """Which global values depend on `roots` through floating point values."""
     needs = {g: g in roots for g in program.inputs}
+    known: dict[tuple[int, tuple[bool, ...]], list[bool]] = {}
     for call in (row for c in program.calls for row in c.split()):
-        unit = program.units[call.unit]
-        reached = {n: needs[a] for n, a in zip(unit.inputs, call.args, strict=True)}
-        for n in unit.graph.nodes:
-            if n.op == "call_function":
-                val = n.meta["val"]
-                results = val if isinstance(val, (list, tuple)) else [val]
-                floats = any(v is not None and v.is_floating_point() for v in results)
-                reached[n] = floats and any(reached.get(a, False) for a in n.all_input_nodes)
-        needs.update({o: reached.get(n, False) for n, o in zip(unit.outputs, call.outs, strict=True)})
+        key = (call.unit, tuple([needs[a] for a in call.args]))
+        if key not in known:  # layers share their unit
+            known[key] = _reached_outputs(program.units[call.unit], key[1])
+        needs.update(zip(call.outs, known[key], strict=True))
     return needs
+
+
+def _reached_outputs(unit: Unit, needs: Sequence[bool]) -> list[bool]:
+    """Which outputs of a unit depend on those of its inputs that need a cotangent."""
+    reached = dict(zip(unit.inputs, needs, strict=True))
+    for n in unit.graph.nodes:
+        if n.op == "call_function":
+            val = n.meta["val"]
+            results = val if isinstance(val, (list, tuple)) else [val]
+            floats = any(v is not None and v.is_floating_point() for v in results)
+            reached[n] = floats and any(reached.get(a, False) for a in n.all_input_nodes)
+    return [reached.get(n, False) for n in unit.outputs]
 
 
 def reached_by_cotangents(program: GlobalProgram, needs: dict[int, bool], seeds: set[int]) -> set[int]:
