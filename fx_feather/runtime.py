@@ -238,8 +238,11 @@ class Runtime:
                         args.clear()
                         env.update(dict.fromkeys(set(outs).difference(free), under_way))
                         continue
-                    if form is not None and all(held_alone(args, k) and _is_own(args[k], foreign) for k in form.over):
-                        made = form.run(args)
+                    free_now = (
+                        [k for k in form.over if held_alone(args, k) and _is_own(args[k], foreign)] if form else []
+                    )
+                    if form is not None and (free_now if not form.whole else len(free_now) == len(form.over)):
+                        made = form.run(args, free_now)
                     else:
                         made = boxed(args) if boxed is not None else fn(*args)
                     args.clear()

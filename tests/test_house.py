@@ -33,6 +33,7 @@ FLOORS = (
         "heap",
         "inductor",
         "unbuffered",
+        "tiles",
     },
     {"state", "deferred", "spec", "channel"},
     {"initializers", "param", "shared"},

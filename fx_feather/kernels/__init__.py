@@ -5,3 +5,4 @@ from .experts import experts as experts
 from .grouped import grouped_matmul as grouped_matmul
 from .matmul import has_onednn as has_onednn
 from .matmul import onednn_mm as onednn_mm
+from .squares import sum_squares as sum_squares

@@ -9,6 +9,7 @@ from torch import Tensor
 def adamw(
     param: Tensor,
     grad: Tensor,
+    factor: Tensor,
     mu: Tensor,
     nu: Tensor,
     lr: Tensor,
@@ -17,44 +18,62 @@ def adamw(
     b2: float,
     eps: float,
     decay: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The parameter and the two moments after one step; nothing that comes in is written to.
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The parameter and the two moments after one step, and the factor times the gradient, which the step is made of.
 
-    The kernel reads each element once and writes it once, where the formula in operators of torch takes about fifteen
-    passes. Its results are those of the formula but for rounding.
+    Nothing that comes in is written to. The kernel reads each element once and writes it once, where the formula in
+    operators of torch takes about fifteen passes. Its results are those of the formula but for rounding.
 
     Args:
         param, grad, mu, nu: of one shape, dtype and device.
+        factor: float[], which the gradient is multiplied by.
         lr: float[], the learning rate.
         step: float[], the number of this step, 1 at the first.
         b1, b2: decays of the moments.
         eps: added to the root of the second moment.
         decay: of the parameter, before the learning rate.
 
+    Returns:
+        `param`, `mu`, `nu` and `grad` anew.
+
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, algorithm 2.
 
-    >>> one = torch.ones(2)
-    >>> adamw(one, one, 0 * one, 0 * one, torch.tensor(0.1), torch.tensor(1.0), 0.9, 0.95, 1e-8, 0.0)[0]
+    >>> x, one = torch.ones(2), torch.tensor(1.0)
+    >>> adamw(x, x, one, 0 * x, 0 * x, torch.tensor(0.1), one, 0.9, 0.95, 1e-8, 0.0)[0]
     tensor([0.9000, 0.9000])
     """
-    to = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (param, mu, nu)]
-    return _into(param, grad, mu, nu, lr, step, b1, b2, eps, decay, to_param=to[0], to_mu=to[1], to_nu=to[2])
+    to = [torch.empty_like(x, memory_format=torch.contiguous_format) for x in (param, mu, nu, grad)]
+    rest = (lr, step, b1, b2, eps, decay)
+    return _into(param, grad, factor, mu, nu, *rest, to_param=to[0], to_mu=to[1], to_nu=to[2], to_grad=to[3])
 
 
 def _into(
-    param: Tensor, grad: Tensor, mu: Tensor, nu: Tensor, *rest: Any, to_param: Tensor, to_mu: Tensor, to_nu: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
+    param: Tensor,
+    grad: Tensor,
+    factor: Tensor,
+    mu: Tensor,
+    nu: Tensor,
+    *rest: Any,
+    to_param: Tensor,
+    to_mu: Tensor,
+    to_nu: Tensor,
+    to_grad: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`adamw`, its results written into contiguous tensors; each may be the operand whose new value it takes."""
     lr, step, b1, b2, eps, decay = rest
-    for to, x in ((to_param, param), (to_mu, mu), (to_nu, nu)):
+    # The kernel divides by a number in float32, and leaves the quotient in the place of the gradient.
+    scale = factor.to(torch.float32).reciprocal() if grad.dtype == torch.float32 else None
+    for to, x in ((to_param, param), (to_mu, mu), (to_nu, nu), (to_grad, grad)):
         if to.data_ptr() != x.data_ptr():
             to.copy_(x)
+    if scale is None:
+        to_grad.mul_(factor)
     # The kernel for CUDA reads a rate in float32, whatever it is given.
     lr = lr if lr.device.type == "cpu" else lr.to(torch.float32)
     # Lists of one leaf each; no maximum of the second moments.
     torch.ops.aten._fused_adamw_.tensor_lr(
         [to_param],
-        [grad.contiguous()],
+        [to_grad],
         [to_mu],
         [to_nu],
         [],
@@ -66,24 +85,25 @@ def _into(
         eps=eps,
         amsgrad=False,
         maximize=False,
+        grad_scale=scale,
     )
-    return to_param, to_mu, to_nu
+    return to_param, to_mu, to_nu, to_grad
 
 
-def _shapes(param: Tensor, grad: Tensor, mu: Tensor, nu: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
-    return param.new_empty(param.shape), mu.new_empty(mu.shape), nu.new_empty(nu.shape)
+def _shapes(param: Tensor, grad: Tensor, factor: Tensor, mu: Tensor, nu: Tensor, *_: object) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in (param, mu, nu, grad))
 
 
 _library = torch.library.Library("fx_feather", "FRAGMENT")
-_library.define(
-    "adamw(Tensor param, Tensor grad, Tensor mu, Tensor nu, Tensor lr, Tensor step, float b1, float b2, float eps, "
-    "float decay) -> (Tensor, Tensor, Tensor)",
-    tags=(torch.Tag.pointwise,),
+_OPERANDS = (
+    "Tensor param, Tensor grad, Tensor factor, Tensor mu, Tensor nu, Tensor lr, Tensor step, float b1, float b2, "
+    "float eps, float decay"
 )
+_library.define(f"adamw({_OPERANDS}) -> (Tensor, Tensor, Tensor, Tensor)", tags=(torch.Tag.pointwise,))
 _library.impl("adamw", adamw, "CompositeExplicitAutograd")
 _library.define(
-    "adamw.out(Tensor param, Tensor grad, Tensor mu, Tensor nu, Tensor lr, Tensor step, float b1, float b2, float eps, "
-    "float decay, *, Tensor(a!) to_param, Tensor(b!) to_mu, Tensor(c!) to_nu) -> (Tensor(a!), Tensor(b!), Tensor(c!))"
+    f"adamw.out({_OPERANDS}, *, Tensor(a!) to_param, Tensor(b!) to_mu, Tensor(c!) to_nu, Tensor(d!) to_grad) "
+    "-> (Tensor(a!), Tensor(b!), Tensor(c!), Tensor(d!))"
 )
 _library.impl("adamw.out", _into, "CompositeExplicitAutograd")
 torch.library.register_fake("fx_feather::adamw", _shapes, lib=_library)

@@ -64,12 +64,13 @@ def adamw_step_leaf(
     The gradient is `factor` times `grad`; `step` is the number of this update, float32[].
     """
     grad = grad.to(mu.dtype)
-    if factor is not None:
-        grad = grad * factor.to(mu.dtype)
+    factor = torch.ones_like(step, dtype=mu.dtype) if factor is None else factor.to(mu.dtype)
     if param.dtype == mu.dtype:
-        new, mu, nu = torch.ops.fx_feather.adamw(param, grad, mu, nu, lr, step, b1, b2, eps, decay)
+        # The last result, the gradient times the factor, is nobody's: it lies where the gradient lay.
+        new, mu, nu, _ = torch.ops.fx_feather.adamw(param, grad, factor, mu, nu, lr, step, b1, b2, eps, decay)
         return new, mu, nu
     # The kernel has one dtype for all; a narrow parameter is widened, and rounded once.
+    grad = grad * factor
     update, mu, nu = adamw_leaf(grad, mu, nu, param, lr, *corrections(step, b1, b2), b1, b2, eps, decay)
     return apply_leaf(param, update), mu, nu
 
@@ -124,10 +125,10 @@ def apply_leaf(param: Tensor, update: Tensor) -> Tensor:
 
 
 def sum_squares_leaf(x: Tensor, factor: Tensor | None = None) -> Tensor:
-    """The sum of squares of a factor times a leaf: squares of what is not multiplied yet may be too large."""
-    x = wide(x)
+    """The sum of squares of a factor times a leaf."""
     if factor is not None:
-        x = x * factor.to(x.dtype)
+        return torch.ops.fx_feather.sum_squares(x, factor)
+    x = wide(x)
     return (x * x).sum()
 
 

@@ -9,8 +9,8 @@ from collections.abc import Callable
 import torch
 from torch import fx
 
-from ..backend import is_pointwise
 from ..program import Func, Instr, Section
+from ..tiles import is_pointwise
 
 aten = torch.ops.aten
 

@@ -9,13 +9,13 @@ from typing import Any
 import torch
 
 from .. import tree
-from ..backend import POINTWISE, is_pointwise
 from ..errors import ShapeError, fail
 from ..layout import ParamTypes
 from ..optim import Transform, leaf
 from ..optim.norm import scaled_norm
 from ..program import Section
 from ..spec import Type
+from ..tiles import POINTWISE, is_pointwise
 from ..trace import block, trace
 from ..unit import GlobalProgram, Unit, avals
 from .order import by_output

@@ -250,4 +250,4 @@ register("broadcast_tensors", Rule(_broadcast_all, text="from broadcasting"))
 
 
 # A whole step of an optimizer, element by element; see `kernels`.
-register("fx_feather::adamw", Rule(broadcast, text="..., ..., ..., ..., , -> ..., ..., ..."))
+register("fx_feather::adamw", Rule(broadcast, text="..., ..., , ..., ..., , -> ..., ..., ..., ..."))

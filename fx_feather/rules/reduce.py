@@ -70,6 +70,15 @@ def _sum(call: OpCall) -> Sharding:
 register("sum.default sum.dim_IntList", Rule(_sum, text="... d -> ..."))
 
 
+def _sum_squares(call: OpCall) -> Sharding:
+    x = call.operands[0]
+    factors = named(x.shape)
+    return Sharding((factors, ()), ((),), sizes_of((factors, x.shape)))
+
+
+register("fx_feather::sum_squares", Rule(_sum_squares, text="... d, -> "))
+
+
 def _mean(call: OpCall) -> Sharding:
     whole_call = call.target is aten.mean.default
     dim = None if whole_call else call.arg(1, "dim")

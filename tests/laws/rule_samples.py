@@ -407,7 +407,8 @@ add("fx_feather::token_nll.default", f(2, 3, 5), i(5, 2, 3))
 _adamw = (0.9, 0.95, 1e-3, 0.1)
 for _shape in ((5,), (4, 6), ()):
     # An optimizer's step is not differentiated.
-    add("fx_feather::adamw.default", *(c(*_shape) for _ in range(4)), c(), c(), *_adamw)
+    add("fx_feather::adamw.default", c(*_shape), c(*_shape), c(), c(*_shape), c(*_shape), c(), c(), *_adamw)
+    add("fx_feather::sum_squares.default", c(*_shape), c())
 
 # Factories: no operand, or one that gives its dtype only.
 add("arange.default", 5)

@@ -7,7 +7,7 @@ import torch
 
 import fx_feather as ff
 import layouts
-from fx_feather import backend, optim, runtime, tree
+from fx_feather import optim, runtime, tiles, tree
 from fx_feather.models import deepseek_v3, gpt2, llama
 from tests.runtime.jobs import linear_batch, linear_step
 
@@ -36,7 +36,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_runs_as_simulated(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """In tiles, over what it may write over, in a dtype that the fused kernel takes and in one that it doesn't."""
-    monkeypatch.setattr(backend, "TILE", 16)
+    monkeypatch.setattr(tiles, "TILE", 16)
     template = {"w": ff.Param("embed _", (9, 13), ff.normal(1.0), dtype), "b": ff.Param("_", (13,), ff.ones(), dtype)}
 
     def loss(params, batch):
@@ -58,7 +58,7 @@ def test_an_optimizer_runs_as_simulated(name: str, dtype: torch.dtype, monkeypat
 @pytest.mark.parametrize("remat", ["none", "selective", "full"])
 def test_a_rank_runs_what_is_simulated(name: str, remat: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tiles are made small, so that even these leaves are taken in several."""
-    monkeypatch.setattr(backend, "TILE", 16)
+    monkeypatch.setattr(tiles, "TILE", 16)
     module, cfg = MODELS[name]
     tokens = torch.randint(0, 11, (4, 8), generator=torch.Generator().manual_seed(0))
     batch = {"tokens": tokens, "targets": tokens.roll(1, 1), "positions": torch.arange(8).repeat(4, 1)}

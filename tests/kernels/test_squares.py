@@ -1,0 +1,38 @@
+"""The sum of squares beside its formula in operators of torch."""
+
+import pytest
+import torch
+
+from fx_feather.kernels import sum_squares
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7, 3), (300, 400)])
+@pytest.mark.parametrize("factor", [1.0, 1 / 3, 1e-6, 0.0])
+def test_it_is_the_formula(dtype: torch.dtype, shape: tuple[int, ...], factor: float) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
+    wide = torch.promote_types(dtype, torch.float32)
+    got, want = sum_squares(x, torch.tensor(factor, dtype=wide)), ((x.double() * factor) ** 2).sum()
+    assert got.dtype == wide and got.shape == ()
+    torch.testing.assert_close(got.double(), want, rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=0)
+
+
+@pytest.mark.parametrize("size, factor", [(1e30, 1e-30), (1e-30, 1e30), (3e19, 1e-3), (1e-21, 1.0), (1e-21, 1e6)])
+def test_squares_out_of_range_are_taken_of_the_product(size: float, factor: float) -> None:
+    """Gradients of a sum over many tokens are large, and their mean is not."""
+    x = torch.full((70000,), size)
+    got = sum_squares(x, torch.tensor(factor))
+    want = 70000 * (torch.tensor(size).double() * torch.tensor(factor).double()) ** 2
+    torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_what_is_not_finite_stays_so(bad: float) -> None:
+    x = torch.ones(100000)
+    x[77777] = bad
+    assert not sum_squares(x, torch.tensor(0.5)).isfinite()
+
+
+def test_the_order_in_memory_does_not_matter() -> None:
+    x = torch.arange(12.0).reshape(3, 4)
+    assert sum_squares(x.t(), torch.tensor(2.0)) == sum_squares(x, torch.tensor(2.0)) == 4 * 506
