@@ -18,7 +18,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .backend import Overwriting, build, computes, consuming, overwriting
+from .backend import Overwriting, Together, build, computes, consuming, overwriting, together
 from .channel import Channel, connect
 from .collectives import Collective
 from .deferred import Pending, deferred, started, values
@@ -132,6 +132,7 @@ class Runtime:
         self._bound: dict[Func, Callable[..., list[torch.Tensor]]] = {}
         self._deferred: dict[Func, Callable[..., Callable[[], list[torch.Tensor]]]] = {}
         self._overwriting: dict[Func, Overwriting] = {}
+        self._together: dict[Func, Together] = {}
         #: Functions with a collective of many values.
         self._sending: set[Func] = set()
         #: By identity, what sections gave; what is gone by now is forgotten when there are too many.
@@ -227,6 +228,9 @@ class Runtime:
                 boxed = getattr(fn, "boxed", None)
                 begin = self._deferred.get(i.func)
                 form = self._overwriting.get(i.func)
+                many = self._together.get(i.func)
+                #: Operands, results and what is free after, of calls that run at once.
+                waiting: list[tuple[list[torch.Tensor], tuple[int, ...], tuple[int, ...]]] = []
                 for ins, outs, free in zip(i.ins, i.outs, i.free, strict=True):
                     args = values(env, ins)
                     for v in free:
@@ -238,11 +242,12 @@ class Runtime:
                         args.clear()
                         env.update(dict.fromkeys(set(outs).difference(free), under_way))
                         continue
-                    free_now = (
-                        [k for k in form.over if held_alone(args, k) and _is_own(args[k], foreign)] if form else []
-                    )
-                    if form is not None and (free_now if not form.whole else len(free_now) == len(form.over)):
-                        made = form.run(args, free_now)
+                    over = [k for k in form.over if held_alone(args, k) and _is_own(args[k], foreign)] if form else []
+                    if many is not None and many.over.issubset(k for k in over if args[k].is_contiguous()):
+                        waiting.append((args, outs, free))
+                        continue
+                    if form is not None and (len(over) == len(form.over) if form.whole else over):
+                        made = form.run(args, over)
                     else:
                         made = boxed(args) if boxed is not None else fn(*args)
                     args.clear()
@@ -250,6 +255,13 @@ class Runtime:
                     del made
                     for v in free:
                         env.pop(v, None)
+                if many is not None and waiting:
+                    for (args, outs, free), made in zip(waiting, many.run([w[0] for w in waiting]), strict=True):
+                        args.clear()
+                        env.update(zip(outs, made, strict=True))
+                        for v in free:
+                            env.pop(v, None)
+                    del made
             outputs = values(env, section.outputs)
         if len(self._made) > self._too_many:
             self._made = {k: x for k, x in self._made.items() if x() is not None}
@@ -319,6 +331,9 @@ class Runtime:
                     form = consuming(graph, func.constants, instr.used_up())
             if form is not None:
                 self._overwriting[func] = form
+            at_once = together(graph) if eager and begin is None else None
+            if at_once is not None and at_once.over.issubset(form.over if form is not None else ()):
+                self._together[func] = at_once
         return self._bound[func]
 
     def _bind(self, c: Collective, n: fx.Node) -> tuple[Callable[..., torch.Tensor], tuple[Any, ...]]:

@@ -67,7 +67,7 @@ class Peers:
 def bind(name: str, peers: Peers, static: Static) -> Callable[..., Tensor]:
     """The function that runs a collective for one rank, from its local operand to its local result.
 
-    Its attributes are those that `reuse`, `deferred` and `unbuffered` read.
+    Its attributes are those that `reuse`, `deferred`, `unbuffered` and `together` read.
     """
     if len(peers) == 1:
         reference = COLLECTIVES[name].reference
@@ -82,6 +82,8 @@ def bind(name: str, peers: Peers, static: Static) -> Callable[..., Tensor]:
     if peers.shared and name in _MANY and static.get("dim", 0) == 0:
         run.many = _waiting(name, ft.partial(_MANY[name], peers.shared), True)
         run.many.ranks = len(peers)
+    if name == "pscatter":
+        run.view = ft.partial(_own_part, peers, static["dim"])
     return run
 
 
@@ -246,14 +248,13 @@ def _at_once(make: Callable[[Peers, Static], Callable[[Tensor], Tensor]]) -> Cal
 
 
 def _pscatter(peers: Peers, static: Static) -> Callable[[Tensor], Tensor]:
-    dim = static["dim"]
+    # A copy even where a part lies in one piece: it outlives the whole, which may be written over.
+    return lambda x: copied(_own_part(peers, static["dim"], x))
 
-    def run(x: Tensor) -> Tensor:
-        size = x.shape[dim] // len(peers)
-        # A copy even where a part lies in one piece: it outlives the whole, which may be written over.
-        return copied(x.narrow(dim, peers.index * size, size))
 
-    return run
+def _own_part(peers: Peers, dim: int, x: Tensor) -> Tensor:
+    size = x.shape[dim] // len(peers)
+    return x.narrow(dim, peers.index * size, size)
 
 
 def _pad(peers: Peers, static: Static) -> Callable[[Tensor], Tensor]:

@@ -60,24 +60,40 @@ def _into(
     to_grad: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """`adamw`, its results written into contiguous tensors; each may be the operand whose new value it takes."""
-    lr, step, b1, b2, eps, decay = rest
-    # The kernel divides by a number in float32, and leaves the quotient in the place of the gradient.
-    scale = factor.to(torch.float32).reciprocal() if grad.dtype == torch.float32 else None
     for to, x in ((to_param, param), (to_mu, mu), (to_nu, nu), (to_grad, grad)):
         if to.data_ptr() != x.data_ptr():
             to.copy_(x)
+    _over([to_param], [to_grad], [to_mu], [to_nu], factor, *rest)
+    return to_param, to_mu, to_nu, to_grad
+
+
+def _over(
+    params: list[Tensor],
+    grads: list[Tensor],
+    mus: list[Tensor],
+    nus: list[Tensor],
+    factor: Tensor,
+    lr: Tensor,
+    step: Tensor,
+    b1: float,
+    b2: float,
+    eps: float,
+    decay: float,
+) -> None:
+    """`adamw` of many leaves of one dtype, over what comes in, which is contiguous."""
+    # The kernel divides by a number in float32, and leaves the quotient in the place of the gradient.
+    scale = factor.to(torch.float32).reciprocal() if grads[0].dtype == torch.float32 else None
     if scale is None:
-        to_grad.mul_(factor)
-    # The kernel for CUDA reads a rate in float32, whatever it is given.
+        torch._foreach_mul_(grads, factor)
+    # The kernel for CUDA reads a rate in float32, whatever it is given; that of the step is read so by both.
     lr = lr if lr.device.type == "cpu" else lr.to(torch.float32)
-    # Lists of one leaf each; no maximum of the second moments.
     torch.ops.aten._fused_adamw_.tensor_lr(
-        [to_param],
-        [to_grad],
-        [to_mu],
-        [to_nu],
-        [],
-        [step.to(torch.float32)],  # what the kernel reads, whatever it is given
+        params,
+        grads,
+        mus,
+        nus,
+        [],  # no maximum of the second moments
+        [step.to(torch.float32)] * len(params),
         lr=lr,
         beta1=b1,
         beta2=b2,
@@ -87,7 +103,18 @@ def _into(
         maximize=False,
         grad_scale=scale,
     )
-    return to_param, to_mu, to_nu, to_grad
+
+
+def _many(calls: list[list[Any]]) -> list[tuple[Tensor, ...]]:
+    """Many calls at once, over their operands: a launch for all leaves that share the numbers."""
+    alike: dict[Any, list[list[Any]]] = {}
+    for call in calls:
+        param, _, factor, _, _, lr, step, *settings = call
+        alike.setdefault((param.dtype, param.device, id(factor), id(lr), id(step), *settings), []).append(call)
+    for same in alike.values():
+        params, grads, _, mus, nus, *_ = (list(column) for column in zip(*same, strict=True))
+        _over(params, grads, mus, nus, same[0][2], *same[0][5:])
+    return [(param, mu, nu, grad) for param, grad, _, mu, nu, *_ in calls]
 
 
 def _shapes(param: Tensor, grad: Tensor, factor: Tensor, mu: Tensor, nu: Tensor, *_: object) -> tuple[Tensor, ...]:
@@ -107,3 +134,6 @@ _library.define(
 )
 _library.impl("adamw.out", _into, "CompositeExplicitAutograd")
 torch.library.register_fake("fx_feather::adamw", _shapes, lib=_library)
+# What `backend.together` asks: how many calls run at once, and which arguments are then written over.
+torch.ops.fx_feather.adamw.default.at_once = _many  # type: ignore[attr-defined]
+torch.ops.fx_feather.adamw.default.at_once_over = ("param", "grad", "mu", "nu")  # type: ignore[attr-defined]

@@ -34,7 +34,7 @@ def fuse(section: Section) -> None:
     A maker is taken in if its rows are those of the call, and nobody needs its results before the call.
     """
     instrs: list[Instr | None] = list(section.instrs)
-    merged: dict[tuple[object, ...], tuple[Func, list[tuple[int, int]], list[tuple[int, int]]]] = {}
+    merged: dict[tuple[object, ...], Merged] = {}
     # Layers share their functions: each is looked at once.
     pointwise = ft.cache(computes_pointwise)
     for b in range(len(instrs)):
@@ -45,7 +45,7 @@ def fuse(section: Section) -> None:
             links = _links(first, second)
             key = (first.func, second.func, tuple(sorted(links.items())), needed)
             if key not in merged:
-                merged[key] = _merge(first.func, second.func, links, needed)
+                merged[key] = merge(first.func, second.func, links, needed)
             func, ins, outs = merged[key]
             sides = (first, second)
             instrs[b] = Instr(
@@ -99,10 +99,18 @@ def _needed(section: Section, instrs: list[Instr | None], a: int, b: int) -> tup
     return tuple(k for k in range(len(first.outs[0])) if any(outs[k] in used for outs in first.outs))
 
 
-def _merge(
-    first: Func, second: Func, links: dict[int, int], needed: tuple[int, ...]
-) -> tuple[Func, list[tuple[int, int]], list[tuple[int, int]]]:
-    """One graph of two; and which operand or result of which of the two each of its own is."""
+#: A function made of two; and which operand, or result, of which of the two (0 or 1) each of its own is.
+Merged = tuple[Func, list[tuple[int, int]], list[tuple[int, int]]]
+
+
+def merge(first: Func, second: Func, links: dict[int, int], needed: tuple[int, ...]) -> Merged:
+    """One graph of two functions, the second of which takes results of the first.
+
+    Args:
+        first, second: the functions.
+        links: for operands of the second which result of the first each is.
+        needed: numbers of the results of the first that others need.
+    """
     graph = fx.Graph()
     # One function may be both: each side has its own table of nodes.
     tables: tuple[dict[fx.Node, fx.Node], dict[fx.Node, fx.Node]] = ({}, {})

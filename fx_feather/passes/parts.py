@@ -7,10 +7,11 @@ import math
 from collections.abc import Sequence
 
 from ..mesh import Mesh
-from ..program import Instr
+from ..program import Func, Instr
 from ..spec import Type, local_size
 from ..unit import GlobalProgram
 from .differentiate import Place
+from .fuse import Merged, merge
 from .stitch import Stitcher
 
 #: Elements of a value below which each rank sums all of it.
@@ -64,7 +65,7 @@ def in_parts(
 
 
 def at_its_use(instrs: Sequence[Instr], values: Sequence[int]) -> list[Instr]:
-    """Calls in another order: each of some values is made right before it is used, so that few are there at a time.
+    """Calls in another order: each of some values is made by the call that uses it, or right before.
 
     Args:
         instrs: the calls.
@@ -78,16 +79,25 @@ def at_its_use(instrs: Sequence[Instr], values: Sequence[int]) -> list[Instr]:
         for o in outs
         if o in late
     }
+    joined: dict[tuple[Func, Func, int], Merged] = {}
     out: list[Instr] = []
     for i in instrs:
         if late.issuperset(v for outs in i.outs for v in outs):
             continue
-        if not any(v in late for ins in i.ins for v in ins):
-            out.append(i)
-            continue
+        rows: dict[Func, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         for ins, outs in zip(i.ins, i.outs, strict=True):
-            out += [maker[v] for v in ins if v in late]
-            out.append(Instr(i.func, (ins,), (outs,)))
+            at = [k for k, v in enumerate(ins) if v in late]
+            if len(at) != 1 or i.func.constants:
+                out += [maker[ins[k]] for k in at]
+                rows.setdefault(i.func, []).append((ins, outs))
+                continue
+            first = maker[ins[at[0]]]
+            key = (first.func, i.func, at[0])
+            if key not in joined:
+                joined[key] = merge(first.func, i.func, {at[0]: 0}, ())
+            func, operands, _ = joined[key]
+            rows.setdefault(func, []).append((tuple((first.ins[0], ins)[side][k] for side, k in operands), outs))
+        out += [Instr(func, *(tuple(column) for column in zip(*found, strict=True))) for func, found in rows.items()]
     return out
 
 

@@ -17,7 +17,7 @@ def test_it_is_the_formula(dtype: torch.dtype, shape: tuple[int, ...], factor: f
     torch.testing.assert_close(got.double(), want, rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=0)
 
 
-@pytest.mark.parametrize("size, factor", [(1e30, 1e-30), (1e-30, 1e30), (3e19, 1e-3), (1e-21, 1.0), (1e-21, 1e6)])
+@pytest.mark.parametrize(("size", "factor"), [(1e30, 1e-30), (1e-30, 1e30), (3e19, 1e-3), (1e-21, 1.0), (1e-21, 1e6)])
 def test_squares_out_of_range_are_taken_of_the_product(size: float, factor: float) -> None:
     """Gradients of a sum over many tokens are large, and their mean is not."""
     x = torch.full((70000,), size)
