@@ -26,6 +26,7 @@ from .compiler import value_and_grad as value_and_grad
 from .step import Step as Step
 from .state import State as State
 from .step import compile_step as compile_step
+from .kernels import faster_matmul as faster_matmul
 from .kernels import has_onednn as has_onednn
 
 # Writing texts with a model.

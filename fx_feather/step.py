@@ -347,7 +347,7 @@ def compile_step(
         prefetch_bytes: bytes of gathered parameters that may wait for their use, so that their gather runs while other
             blocks are computed; by default those of the largest gather, which keeps one block ahead.
         matmul: `aten` multiplies matrices as `torch.mm` does; `onednn` large ones in float32 on CPUs by oneDNN, which
-            may be faster there, with results that are close but not the same bits.
+            may be faster there (`faster_matmul` measures it), with results that are close but not the same bits.
         backend: `eager` runs operator by operator; `inductor` fuses them, each distinct block compiled once, with
             results that are close but not the same bits.
         adjust: a pure function `(params, aux) -> params`, part of the update after the optimizer's: for what moves by

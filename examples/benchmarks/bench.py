@@ -57,8 +57,10 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rows", default=",".join(ROWS), help=f"of {', '.join(ROWS)}, joined by commas")
     parser.add_argument("--steps", type=positive, default=10, help="measured steps of each side in a round")
     parser.add_argument("--rounds", type=positive, default=3)
-    matmuls = ("onednn", "aten") if ff.has_onednn() else ("aten",)
-    parser.add_argument("--matmul", choices=matmuls, default=matmuls[0], help="of fx_feather; aten is what peers use")
+    matmuls = ("auto", "aten", "onednn") if ff.has_onednn() else ("auto", "aten")
+    parser.add_argument(
+        "--matmul", choices=matmuls, default="auto", help="of fx_feather: auto measures; aten is what the peers use"
+    )
     parser.add_argument("--json", default="runs/bench/bench.json", help="where to write all numbers; a plot beside it")
     parser.add_argument("--timeout", type=float, default=600, help="seconds that one side may take in a round")
     args = parser.parse_args()
@@ -220,7 +222,11 @@ def line(r: dict[str, Any]) -> str:
 def main(args: argparse.Namespace) -> int:
     size, target = SIZES[args.size], Path(args.json)
     print(f"{args.size}: {size}, {size.parameters:,} parameters, fp32, torch {torch.__version__}", flush=True)
-    print(f"matrices are multiplied by {args.matmul} in fx_feather, by aten in the peers", flush=True)
+    found = ""
+    if args.matmul == "auto":
+        torch.set_num_threads(1)
+        args.matmul, found = ff.faster_matmul(size.products), " (the faster one here)"
+    print(f"matrices are multiplied by {args.matmul} in fx_feather{found}, by aten in the peers", flush=True)
     todo = [(row, n) for n in args.ranks for row in args.rows if ROWS[row].axes(n) is not None]
     results, failures = [], []
     with tempfile.TemporaryDirectory() as name:

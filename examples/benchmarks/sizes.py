@@ -33,6 +33,12 @@ class Size:
         return {**sizes, "heads": self.heads, "kv_heads": self.heads}
 
     @property
+    def products(self) -> list[tuple[int, int, int]]:
+        """The matrix products of a layer and of the head, as (rows, inner, columns)."""
+        rows = self.batch * self.seq
+        return [(rows, self.embed, n) for n in (self.embed, self.mlp, self.vocab)] + [(rows, self.mlp, self.embed)]
+
+    @property
     def parameters(self) -> int:
         """Number of parameters: embedding, head, and what the blocks and the norms hold."""
         block = 4 * self.embed**2 + 3 * self.embed * self.mlp + 2 * self.embed

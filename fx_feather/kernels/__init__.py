@@ -3,6 +3,7 @@
 from .adamw import adamw as adamw
 from .experts import experts as experts
 from .grouped import grouped_matmul as grouped_matmul
+from .matmul import faster_matmul as faster_matmul
 from .matmul import has_onednn as has_onednn
 from .matmul import onednn_mm as onednn_mm
 from .squares import sum_squares as sum_squares

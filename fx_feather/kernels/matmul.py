@@ -1,5 +1,9 @@
 """Matmuls by oneDNN, which comes with PyTorch and on some CPUs is faster than the BLAS behind `torch.mm`."""
 
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -43,6 +47,44 @@ def onednn_mm(a: Tensor, b: Tensor) -> Tensor:
     ):
         return torch.mm(a, b)
     return _LINEAR(a, columns, None, "none", [], "")
+
+
+def faster_matmul(products: Sequence[tuple[int, int, int]] = ((512, 512, 512), (512, 512, 2048))) -> str:
+    """Which way to multiply float32 matrices is faster on this CPU, for `compile_step(..., matmul=...)`; measured.
+
+    On some CPUs oneDNN takes a tenth less time, on others a tenth more. Each product is measured as a layer and its
+    backward need it, `x @ w`, `g @ w.T` and `x.T @ g`, both ways in turns. All ranks of a run must compile the same, so
+    one of them should ask, and tell the others.
+
+    Args:
+        products: `(m, k, n)` of each `[m, k] @ [k, n]`.
+
+    Returns:
+        `onednn`, if it is there and takes less than 0.98 of the time of the other; else `aten`.
+
+    >>> faster_matmul([(8, 8, 8)]) in ("aten", "onednn")
+    True
+    """
+    if not has_onednn():
+        return "aten"
+    ways: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"aten": torch.mm, "onednn": onednn_mm}
+    total = dict.fromkeys(ways, 0.0)
+    with torch.no_grad():
+        for m, k, n in products:
+            x, w, g = torch.randn(m, k), torch.randn(k, n), torch.randn(m, n)
+            took: dict[str, list[float]] = {name: [] for name in ways}
+            begin = time.perf_counter()
+            while len(took["onednn"]) < 3 or (len(took["onednn"]) < 12 and time.perf_counter() - begin < 0.3):
+                for name, mm in ways.items():
+                    start = time.perf_counter()
+                    mm(x, w)
+                    mm(g, w.t())
+                    # oneDNN takes no left operand column by column: it is laid out anew, as in a compiled program.
+                    mm(x.t().contiguous() if name == "onednn" else x.t(), g)
+                    took[name].append(time.perf_counter() - start)
+            for name, seconds in took.items():
+                total[name] += statistics.median(seconds)
+    return "onednn" if total["onednn"] < 0.98 * total["aten"] else "aten"
 
 
 def _shape(a: Tensor, b: Tensor) -> Tensor:

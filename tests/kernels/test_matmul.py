@@ -1,10 +1,12 @@
 """A product by oneDNN is the product, however its operands lie in memory."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from fx_feather.kernels import has_onednn, onednn_mm
+from fx_feather.kernels import faster_matmul, has_onednn, matmul, onednn_mm
 
 
 def rows(m: int, n: int) -> torch.Tensor:
@@ -55,3 +57,28 @@ def test_onednn_is_given_what_it_takes_as_it_lies(left: str, right: str, by_oned
     names = {e.key for e in seen.key_averages()}
     assert ("mkldnn::_linear_pointwise" in names, "aten::mm" in names) == (by_onednn, not by_onednn)
     assert not names & {"aten::clone", "aten::contiguous", "aten::copy_"}, "an operand was copied"
+
+
+@pytest.mark.parametrize(("slow", "found"), [("aten", "onednn"), ("onednn", "aten"), ("none", "aten")])
+@pytest.mark.skipif(not has_onednn(), reason="this PyTorch has no linear operator of oneDNN")
+def test_the_faster_way_is_found(slow: str, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A clock that only the slow way moves."""
+    now = 0.0
+
+    def moving(name: str, mm: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def run(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+            nonlocal now
+            now += 2.0 if name == slow else 1.0
+            return mm(a, b)
+
+        return run
+
+    monkeypatch.setattr(matmul.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(matmul, "onednn_mm", moving("onednn", onednn_mm))
+    monkeypatch.setattr(torch, "mm", moving("aten", torch.mm))
+    assert faster_matmul([(4, 3, 2)]) == found
+
+
+def test_without_onednn_there_is_one_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(matmul, "has_onednn", lambda: False)
+    assert faster_matmul() == "aten"
