@@ -11,7 +11,7 @@ from torch.fx.passes.split_module import split_module
 
 from .inductor import compiled
 from .reuse import reuse
-from .tiles import Runnable, Tiles
+from .tiles import Runnable, Tiles, written_over
 
 #: Names of the backends: `eager` runs the graph's own operators, which give the bits that the graph says, except that
 #: sums at the end of pointwise functions are taken in another order; `inductor` fuses operators.
@@ -87,7 +87,7 @@ class _FromList(fx.graph.CodeGen):
     def __init__(self, graph: fx.Graph):
         super().__init__()
         ops = dict.fromkeys(n.target for n in graph.nodes if isinstance(n.target, torch._ops.OpOverload))
-        self.globals = {f"op{k}": op._op for k, op in enumerate(ops)}
+        self.globals = {f"_feather_op{k}": op._op for k, op in enumerate(ops)}
         self._names = {f"torch.ops.{op}(": name for name, op in zip(self.globals, ops, strict=True)}
         self._body_transformer = self._by_own_names
 
@@ -148,11 +148,23 @@ class Overwriting:
     run: Callable[[list[torch.Tensor], Collection[int]], list[torch.Tensor]]
     whole: bool
 
+    def free(self, is_free: Callable[[int], bool]) -> list[int]:
+        """Those of `over` that nobody else needs; none, where all are needed and one is not free."""
+        if self.whole:
+            return list(self.over) if all(map(is_free, self.over)) else []
+        return [k for k in self.over if is_free(k)]
+
 
 def overwriting(graph: fx.Graph) -> Overwriting | None:
-    """A pointwise function that writes its results over operands, as optimizers do; None if there is no such form."""
+    """A pointwise function that writes its results over operands, as optimizers do.
+
+    Returns:
+        None if there is no such form, and if a sum is among its results: which form runs must not change it.
+    """
     tiles = Tiles.of(graph)
-    return Overwriting(tuple(tiles.over.values()), tiles.run_over, False) if tiles is not None and tiles.over else None
+    if tiles is None or not tiles.over or any(tiles.sums):
+        return None
+    return Overwriting(tuple(tiles.over.values()), tiles.run_over, False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,22 +183,26 @@ class Together:
 def together(graph: fx.Graph) -> Together | None:
     """A function that is one operator, which can run many calls at once; None for others.
 
-    An operator says so by an attribute `at_once`, a function from the arguments of all calls to their results, and by
-    `at_once_over`, the names of the arguments that it then writes over. It may be given parts of operands: a Python
+    An operator says so by an attribute `at_once`, a function from the arguments of all calls to their results, which
+    are written over what the operator's overload `out` may write over. It may be given parts of operands: a Python
     function in the place of a collective that takes a rank's own part names by `view` what takes it without a copy.
     """
     given = {n: k for k, n in enumerate(n for n in graph.nodes if n.op == "placeholder")}
-    nodes = [n for n in graph.nodes if n.op == "call_function" and n.target is not operator.getitem]
+    nodes = [n for n in graph.nodes if n.op not in ("placeholder", "output") and n.target is not operator.getitem]
     main, parts = (nodes[-1], nodes[:-1]) if nodes else (None, [])
     many = getattr(main.target, "at_once", None) if main is not None else None
     cut = {n: n.target.view for n in parts if hasattr(n.target, "view") and set(n.users) == {main}}
-    if many is None or main is None or main.kwargs or len(cut) < len(parts):
+    known = {*given, *cut}
+    if many is None or main is None or main.kwargs or not known.issuperset([*parts, *main.all_input_nodes]):
         return None
     picks: list[int | None] = []
     for out in graph.output_node().args[0]:
         if out is not main and (out.target is not operator.getitem or out.args[0] is not main):
             return None
         picks.append(None if out is main else out.args[1])
+    over = written_over(main)
+    if any(n not in given or main.args.count(n) > 1 for n in over):
+        return None
 
     def argument(a: Any) -> Callable[[Sequence[torch.Tensor]], Any]:
         if a in cut:
@@ -197,14 +213,12 @@ def together(graph: fx.Graph) -> Together | None:
         return lambda row: a
 
     arguments = [argument(a) for a in main.args]
-    names = [a.name for a in main.target._schema.arguments]
-    over = frozenset(given[a] for name, a in zip(names, main.args, strict=False) if name in main.target.at_once_over)
 
     def run(rows: Sequence[Sequence[torch.Tensor]]) -> list[list[torch.Tensor]]:
         made = many([[take(row) for take in arguments] for row in rows])
         return [[m if k is None else m[k] for k in picks] for m in made]
 
-    return Together(over, run)
+    return Together(frozenset(given[n] for n in over), run)
 
 
 def consuming(graph: fx.Graph, constants: dict[str, torch.Tensor], used_up: Collection[int]) -> Overwriting | None:
@@ -226,8 +240,10 @@ def consuming(graph: fx.Graph, constants: dict[str, torch.Tensor], used_up: Coll
     operands = [n for n in frugal.nodes if n.op == "placeholder"]
     written = reuse(frugal, {operands[k] for k in used_up})
     over = tuple(k for k, n in enumerate(operands) if n in written)
+    if not over:
+        return None
     boxed = taking_list(constants, frugal).boxed  # type: ignore[attr-defined]
-    return Overwriting(over, lambda xs, _: boxed(xs), True) if over else None
+    return Overwriting(over, lambda xs, _: boxed(xs), True)
 
 
 class _Forward(torch.nn.Module):

@@ -222,6 +222,16 @@ class Runtime:
         inputs.clear()
         #: What a user brought and a collective of many sends, which would write over what nobody else holds.
         sent: list[torch.Tensor] = []
+
+        def is_free(args: list[torch.Tensor], k: int) -> bool:
+            return held_alone(args, k) and _is_own(args[k], foreign)
+
+        def done(args: list[torch.Tensor], outs: Sequence[int], free: Sequence[int], made: list[torch.Tensor]) -> None:
+            args.clear()
+            env.update(zip(outs, made, strict=True))
+            for v in free:
+                env.pop(v, None)
+
         with torch.no_grad(), self._peers(f"section {section.name!r}"):
             for i in section.instrs:
                 fn = self._callable(i)
@@ -242,25 +252,19 @@ class Runtime:
                         args.clear()
                         env.update(dict.fromkeys(set(outs).difference(free), under_way))
                         continue
-                    over = [k for k in form.over if held_alone(args, k) and _is_own(args[k], foreign)] if form else []
+                    over = form.free(ft.partial(is_free, args)) if form is not None else []
                     if many is not None and many.over.issubset(k for k in over if args[k].is_contiguous()):
                         waiting.append((args, outs, free))
                         continue
-                    if form is not None and (len(over) == len(form.over) if form.whole else over):
+                    if form is not None and over:
                         made = form.run(args, over)
                     else:
                         made = boxed(args) if boxed is not None else fn(*args)
-                    args.clear()
-                    env.update(zip(outs, made, strict=True))
+                    done(args, outs, free, made)
                     del made
-                    for v in free:
-                        env.pop(v, None)
                 if many is not None and waiting:
                     for (args, outs, free), made in zip(waiting, many.run([w[0] for w in waiting]), strict=True):
-                        args.clear()
-                        env.update(zip(outs, made, strict=True))
-                        for v in free:
-                            env.pop(v, None)
+                        done(args, outs, free, made)
                     del made
             outputs = values(env, section.outputs)
         if len(self._made) > self._too_many:

@@ -43,11 +43,11 @@ def labels(fn: Callable[..., Any], args: tree.TreeDef) -> Callable[[int], str]:
     names = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     accessors = optree.treespec_accessors(args)
 
-    def label(i: int) -> str:
+    def written(i: int) -> str:
         at, rest = accessors[i].codify("")[1:].split("]", 1)
         return (names[int(at)] if int(at) < len(names) else f"args[{at}]") + rest
 
-    return label
+    return written
 
 
 @ft.cache

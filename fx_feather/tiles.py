@@ -201,13 +201,13 @@ def _write(graph: fx.Graph, results: list[fx.Node], unread: list[_Result], to: l
         into = _writing(n.target, len(made)) if made and all(m in place for m in made) else None
         if into is None:
             continue
-        operands = dict(zip((a.name for a in n.target._schema.arguments), n.args, strict=False))
+        own = _operands_over(n, into[1])
         n.target, names = into
         n.kwargs = {**n.kwargs, **{name: to[place[m]] for name, m in zip(names, made, strict=True)}}
         written.update(place[m] for m in made)
-        for name, m in zip(names, made, strict=True):
-            x = operands.get(name.removeprefix("to_")) if name.startswith("to_") else None
-            if x is not None and x.op == "placeholder" and list(x.users) == [n] and x not in results:
+        for x, m in zip(own, made, strict=True):
+            alone = x is not None and x.op == "placeholder" and list(x.users) == [n] and n.args.count(x) == 1
+            if x is not None and alone and x not in results:
                 over[place[m]] = x
     for i, result in enumerate(results):
         if i not in written:
@@ -229,6 +229,18 @@ def _writing(target: Any, count: int) -> tuple[Any, list[str]] | None:
         if len(outs) == count and [(a.name, str(a.type)) for a in arguments if not a.is_out] == own:
             return found, outs
     return None
+
+
+def _operands_over(n: fx.Node, names: list[str]) -> list[fx.Node | None]:
+    """For each argument that takes a result the operand that it may be."""
+    operands = {f"to_{a.name}": x for a, x in zip(n.target._schema.arguments, n.args, strict=False)}
+    return [operands.get(name) for name in names]
+
+
+def written_over(n: fx.Node) -> list[fx.Node]:
+    """The operands over which an operator may write its results."""
+    into = _writing(n.target, len(_results(n)))
+    return [x for x in _operands_over(n, into[1]) if x is not None] if into is not None else []
 
 
 def is_pointwise(n: fx.Node) -> bool:

@@ -5,7 +5,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from fx_feather.backend import build, consuming, overwriting, tiled
+from fx_feather.backend import build, consuming, overwriting, tiled, together
 from fx_feather.record import record
 from fx_feather.tiles import TILE
 
@@ -127,3 +127,71 @@ def test_a_backward_writes_over_what_was_kept_for_it() -> None:
         assert torch.equal(a, b)
     assert not operands, "operands are let go"
     assert torch.equal(weight, values()[1]) and torch.equal(ct, values()[2]) and not torch.equal(kept, values()[0])
+
+
+def adamw_of(p, g, factor, mu, nu, lr, t):
+    return torch.ops.fx_feather.adamw(p, g, factor, mu, nu, lr, t, 0.9, 0.95, 1e-8, 0.0)
+
+
+def adamw_operands(seed: int) -> list[torch.Tensor]:
+    p, g, mu, nu = torch.rand(4, 40, generator=torch.Generator().manual_seed(seed)).unbind()
+    return [p.clone(), g.clone(), FACTOR, mu.clone(), nu.clone(), RATE, STEP]
+
+
+FACTOR, RATE, STEP = torch.tensor(0.3), torch.tensor(0.1), torch.tensor(2.0)
+
+
+def traced(fn, *args: torch.Tensor) -> fx.Graph:
+    graph = record(fn, [torch.empty_like(x, device="meta") for x in args]).graph
+    graph.eliminate_dead_code()
+    return graph
+
+
+def test_calls_of_one_operator_run_at_once() -> None:
+    form = together(traced(lambda *xs: list(adamw_of(*xs)[:3]), *adamw_operands(0)))
+    assert form is not None and form.over == {0, 1, 3, 4}
+    rows = [adamw_operands(k) for k in range(3)]
+    rows[2][2] = torch.tensor(0.7)  # numbers of its own
+    want = [adamw_of(*(x.clone() for x in row))[:3] for row in rows]
+    for row, got, expected in zip(rows, form.run(rows), want, strict=True):
+        for a, b, k in zip(got, expected, (0, 3, 4), strict=True):
+            assert torch.equal(a, b) and a is row[k]
+
+
+def test_sums_of_parts_run_at_once() -> None:
+    def second_half(x):
+        raise AssertionError("a copy")
+
+    second_half.view = lambda x: x.narrow(0, 2, 2)
+    graph = traced(lambda x, f: [torch.ops.fx_feather.sum_squares(x.clone(), f)], torch.ones(4, 3), torch.tensor(1.0))
+    next(n for n in graph.nodes if n.op == "call_function").target = second_half
+    form = together(graph)
+    assert form is not None and not form.over
+    xs = [torch.arange(12.0).view(4, 3) + k for k in range(3)]
+    got = form.run([[x, torch.tensor(2.0)] for x in xs])
+    assert [y.item() for (y,) in got] == [4 * (x[2:] ** 2).sum().item() for x in xs]
+
+
+OTHERS = {
+    "an operand that stands for two": lambda p, g, *rest: list(adamw_of(p, p, *rest)[:3]),
+    "an operator before": lambda p, g, *rest: list(adamw_of(p, g * 2, *rest)[:3]),
+    "an operator after": lambda *xs: [adamw_of(*xs)[0] * 2],
+    "an operand as a result": lambda p, *xs: [adamw_of(p, *xs)[0], p],
+    "an operator of another kind": lambda p, *xs: [p * 2],
+    "a constant": lambda p, g, factor, *rest: list(adamw_of(p, g, torch.ones(()), *rest)[:3]),
+    "no operator": lambda p, *xs: [p],
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_functions_run_call_by_call(name: str) -> None:
+    graph = traced(OTHERS[name], *adamw_operands(0))
+    assert together(graph) is None
+    form = overwriting(graph)
+    assert form is None or name != "an operand that stands for two" or 0 not in form.over
+
+
+def test_operators_are_called_by_names_of_their_own() -> None:
+    """Looked up one by one as attributes they would take half as long again."""
+    run = build(traced(lambda x: [(x.t() @ x).relu()], torch.ones(3, 3)), {}, "eager")
+    assert "ops" not in run.boxed.__code__.co_names  # type: ignore[attr-defined]

@@ -81,11 +81,12 @@ def _over(
     decay: float,
 ) -> None:
     """`adamw` of many leaves of one dtype, over what comes in, which is contiguous."""
-    # The kernel divides by a number in float32, and leaves the quotient in the place of the gradient.
+    # The kernel divides by a number in float32, and leaves the quotient in the place of the gradient. The reciprocal of
+    # less than 2.9e-39 is infinite: such a factor counts as 0.
     scale = factor.to(torch.float32).reciprocal() if grads[0].dtype == torch.float32 else None
     if scale is None:
         torch._foreach_mul_(grads, factor)
-    # The kernel for CUDA reads a rate in float32, whatever it is given; that of the step is read so by both.
+    # Kernels read the number of the step in float32, that for CUDA the rate too, whatever they are given.
     lr = lr if lr.device.type == "cpu" else lr.to(torch.float32)
     torch.ops.aten._fused_adamw_.tensor_lr(
         params,
@@ -106,11 +107,10 @@ def _over(
 
 
 def _many(calls: list[list[Any]]) -> list[tuple[Tensor, ...]]:
-    """Many calls at once, over their operands: a launch for all leaves that share the numbers."""
-    alike: dict[Any, list[list[Any]]] = {}
+    """Many calls at once, of leaves and settings that are alike, over their operands."""
+    alike: dict[tuple[int, ...], list[list[Any]]] = {}
     for call in calls:
-        param, _, factor, _, _, lr, step, *settings = call
-        alike.setdefault((param.dtype, param.device, id(factor), id(lr), id(step), *settings), []).append(call)
+        alike.setdefault((id(call[2]), id(call[5]), id(call[6])), []).append(call)
     for same in alike.values():
         params, grads, _, mus, nus, *_ = (list(column) for column in zip(*same, strict=True))
         _over(params, grads, mus, nus, same[0][2], *same[0][5:])
@@ -134,6 +134,4 @@ _library.define(
 )
 _library.impl("adamw.out", _into, "CompositeExplicitAutograd")
 torch.library.register_fake("fx_feather::adamw", _shapes, lib=_library)
-# What `backend.together` asks: how many calls run at once, and which arguments are then written over.
-torch.ops.fx_feather.adamw.default.at_once = _many  # type: ignore[attr-defined]
-torch.ops.fx_feather.adamw.default.at_once_over = ("param", "grad", "mu", "nu")  # type: ignore[attr-defined]
+torch.ops.fx_feather.adamw.default.at_once = _many  # type: ignore[attr-defined]  # for `backend.together`

@@ -1,11 +1,14 @@
 """The sum of squares of a leaf times a factor, as one operator that reads the leaf once."""
 
-from collections.abc import Sequence
+import math
 
 import torch
 from torch import Tensor
 
-#: Elements that are summed in float32; these sums are added up in float64.
+#: Squares that are summed in float32; these sums are added up in float64.
+_ROW = 1 << 10
+
+#: Elements that are widened at a time, where squares are out of range.
 _AT_ONCE = 1 << 18
 
 
@@ -29,41 +32,36 @@ def sum_squares(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _many(calls: list[list[Tensor]]) -> list[Tensor]:
-    """Many calls at once."""
-    if any(x.device.type != "cpu" for x, _ in calls):
+    """Many calls at once; of leaves that must be widened or laid out anew, one copy is there at a time."""
+    number = {k: factor.item() for k, factor in {id(f): f for x, f in calls if x.device.type == "cpu"}.items()}
+    return [
+        torch.tensor(_on_cpu(x.reshape(-1).to(_wide(x)), number[id(factor)]), dtype=_wide(x))
+        if x.device.type == "cpu"
         # To look at numbers would wait for the device.
-        norms = torch._foreach_norm([x.to(_wide(x)) * factor for x, factor in calls])
-        return [norm.square() for norm in norms]
-    number = {k: factor.item() for k, factor in {id(factor): factor for _, factor in calls}.items()}
-    parts = [_parts(x) for x, _ in calls]
-    sums = iter(_squares([p for ps in parts for p in ps]))
-    totals = [
-        _total(ps, sum(next(sums) for _ in ps), number[id(factor)])
-        for ps, (_, factor) in zip(parts, calls, strict=True)
+        else torch.linalg.vector_norm(x.to(_wide(x)) * factor.to(_wide(x))).square()
+        for x, factor in calls
     ]
-    dtypes = [ps[0].dtype for ps in parts]
-    if len(set(dtypes)) == 1:
-        return list(torch.tensor(totals, dtype=dtypes[0]).unbind())
-    return [torch.tensor(total, dtype=dtype) for total, dtype in zip(totals, dtypes, strict=True)]
 
 
-def _parts(x: Tensor) -> Sequence[Tensor]:
-    flat = x.reshape(-1)
-    if x.dtype not in (torch.float32, torch.float64):
-        flat = flat.to(_wide(x))
-    return (flat,) if flat.numel() <= _AT_ONCE else flat.split(_AT_ONCE)
-
-
-def _total(parts: Sequence[Tensor], squares: float, by: float) -> float:
-    limits = torch.finfo(parts[0].dtype)
+def _on_cpu(flat: Tensor, by: float) -> float:
+    limits, squares = torch.finfo(flat.dtype), _squares(flat)
     # Not below what has all digits, nor near what overflows.
     if limits.tiny / limits.eps < squares < limits.max * limits.eps:
         return squares * by * by
-    return sum(_squares([p.to(torch.float64) * by for p in parts]))
+    if math.isnan(squares) or not flat.count_nonzero():
+        return squares
+    return sum(_squares(part.to(torch.float64) * by) for part in flat.split(_AT_ONCE))
 
 
-def _squares(parts: list[Tensor]) -> list[float]:
-    return [norm * norm for norm in torch.stack(torch._foreach_norm(parts)).tolist()]
+def _squares(flat: Tensor) -> float:
+    whole = flat.numel() // _ROW * _ROW
+    total = 0.0
+    if whole:
+        norms = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1).to(torch.float64)
+        total += torch.dot(norms, norms).item()
+    if whole < flat.numel():
+        total += torch.dot(flat[whole:], flat[whole:]).item()
+    return total
 
 
 def _wide(x: Tensor) -> torch.dtype:
@@ -78,6 +76,4 @@ _library = torch.library.Library("fx_feather", "FRAGMENT")
 _library.define("sum_squares(Tensor x, Tensor factor) -> Tensor")
 _library.impl("sum_squares", sum_squares, "CompositeExplicitAutograd")
 torch.library.register_fake("fx_feather::sum_squares", _shape, lib=_library)
-# What `backend.together` asks: how many calls run at once, and which arguments are then written over.
-torch.ops.fx_feather.sum_squares.default.at_once = _many  # type: ignore[attr-defined]
-torch.ops.fx_feather.sum_squares.default.at_once_over = ()  # type: ignore[attr-defined]
+torch.ops.fx_feather.sum_squares.default.at_once = _many  # type: ignore[attr-defined]  # for `backend.together`

@@ -91,6 +91,7 @@ def adamw(
         beside, treedef = rows("adamw.step", params, grads=grads, mu=state["mu"], nu=state["nu"])
         rate, step = schedule(state["step"]), state["step"] + 1
         rates, number = decays(decay_mask, params, weight_decay), step.to(torch.float32)
+        factor = torch.ones_like(number) if factor is None else factor
         out = one_leaf.each(
             [
                 (grad, factor, mu, nu, param, rate, number, decay)

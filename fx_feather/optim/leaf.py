@@ -47,7 +47,7 @@ def adamw_leaf(
 
 def adamw_step_leaf(
     grad: Tensor,
-    factor: Tensor | None,
+    factor: Tensor,
     mu: Tensor,
     nu: Tensor,
     param: Tensor,
@@ -64,7 +64,7 @@ def adamw_step_leaf(
     The gradient is `factor` times `grad`; `step` is the number of this update, float32[].
     """
     grad = grad.to(mu.dtype)
-    factor = torch.ones_like(step, dtype=mu.dtype) if factor is None else factor.to(mu.dtype)
+    factor = factor.to(mu.dtype)
     if param.dtype == mu.dtype:
         # The last result, the gradient times the factor, is nobody's: it lies where the gradient lay.
         new, mu, nu, _ = torch.ops.fx_feather.adamw(param, grad, factor, mu, nu, lr, step, b1, b2, eps, decay)
@@ -128,7 +128,7 @@ def sum_squares_leaf(x: Tensor, factor: Tensor | None = None) -> Tensor:
     """The sum of squares of a factor times a leaf."""
     if factor is not None:
         return torch.ops.fx_feather.sum_squares(x, factor)
-    x = wide(x)
+    x = wide(x)  # in operators that have a gradient: a loss may hold a norm
     return (x * x).sum()
 
 

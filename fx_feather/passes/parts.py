@@ -84,12 +84,14 @@ def at_its_use(instrs: Sequence[Instr], values: Sequence[int]) -> list[Instr]:
     for i in instrs:
         if late.issuperset(v for outs in i.outs for v in outs):
             continue
+        if not any(v in late for ins in i.ins for v in ins):
+            out.append(i)
+            continue
         rows: dict[Func, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {}
         for ins, outs in zip(i.ins, i.outs, strict=True):
             at = [k for k, v in enumerate(ins) if v in late]
             if len(at) != 1 or i.func.constants:
-                out += [maker[ins[k]] for k in at]
-                rows.setdefault(i.func, []).append((ins, outs))
+                out += [*(maker[ins[k]] for k in at), Instr(i.func, (ins,), (outs,))]
                 continue
             first = maker[ins[at[0]]]
             key = (first.func, i.func, at[0])

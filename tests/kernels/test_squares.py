@@ -7,7 +7,7 @@ from fx_feather.kernels import sum_squares
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-@pytest.mark.parametrize("shape", [(), (0,), (1,), (7, 3), (300, 400)])
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (7, 3), (300, 400), (700, 1001)])
 @pytest.mark.parametrize("factor", [1.0, 1 / 3, 1e-6, 0.0])
 def test_it_is_the_formula(dtype: torch.dtype, shape: tuple[int, ...], factor: float) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0), dtype=torch.float64).to(dtype)
@@ -15,6 +15,13 @@ def test_it_is_the_formula(dtype: torch.dtype, shape: tuple[int, ...], factor: f
     got, want = sum_squares(x, torch.tensor(factor, dtype=wide)), ((x.double() * factor) ** 2).sum()
     assert got.dtype == wide and got.shape == ()
     torch.testing.assert_close(got.double(), want, rtol=1e-12 if dtype == torch.float64 else 1e-5, atol=0)
+
+
+def test_equal_squares_are_as_exact_as_others() -> None:
+    """Each is rounded in the same way when it is added to many before it."""
+    x = torch.full((700001,), 1 / 3)
+    want = (x.double() ** 2).sum()
+    torch.testing.assert_close(sum_squares(x, torch.tensor(1.0)).double(), want, rtol=5e-6, atol=0)
 
 
 @pytest.mark.parametrize(("size", "factor"), [(1e30, 1e-30), (1e-30, 1e30), (3e19, 1e-3), (1e-21, 1.0), (1e-21, 1e6)])
@@ -36,3 +43,8 @@ def test_what_is_not_finite_stays_so(bad: float) -> None:
 def test_the_order_in_memory_does_not_matter() -> None:
     x = torch.arange(12.0).reshape(3, 4)
     assert sum_squares(x.t(), torch.tensor(2.0)) == sum_squares(x, torch.tensor(2.0)) == 4 * 506
+
+
+def test_leaves_of_zeros_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.Tensor, "split", None)
+    assert sum_squares(torch.zeros(5000), torch.tensor(2.0)) == 0

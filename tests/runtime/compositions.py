@@ -2,12 +2,14 @@
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import torch
 
 import fx_feather as ff
 import layouts
 from fx_feather.models import llama
+from fx_feather.passes import parts
 
 STEPS = 3
 
@@ -29,18 +31,19 @@ class Composition:
         return {"tokens": tokens, "targets": targets, "positions": torch.arange(seq).expand(rows, seq).contiguous()}
 
     def step(self) -> ff.Step:
-        """The compiled step, with clipping, decay and a schedule."""
+        """The compiled step, with clipping, decay and a schedule; values of any size are summed in parts."""
         rate = ff.warmup_cosine(1e-2, 2, 10)
-        return ff.compile_step(
-            llama.loss(self.config),
-            ff.chain(ff.clip_by_global_norm(0.3), ff.adamw(lr=rate, weight_decay=0.1)),
-            template=llama.template(self.config),
-            mesh=self.mesh,
-            layout=self.layout,
-            batch=self.batch(),
-            accumulate=self.accumulate,
-            device="cpu",
-        )
+        with mock.patch.object(parts, "WORTH_PARTS", 1):
+            return ff.compile_step(
+                llama.loss(self.config),
+                ff.chain(ff.clip_by_global_norm(0.3), ff.adamw(lr=rate, weight_decay=0.1)),
+                template=llama.template(self.config),
+                mesh=self.mesh,
+                layout=self.layout,
+                batch=self.batch(),
+                accumulate=self.accumulate,
+                device="cpu",
+            )
 
 
 def config(**changes: Any) -> llama.LlamaConfig:
@@ -50,7 +53,7 @@ def config(**changes: Any) -> llama.LlamaConfig:
 
 
 COMPOSITIONS = {
-    "ddp": Composition(ff.Mesh(dp=2), layouts.ddp("dp"), config()),
+    "ddp": Composition(ff.Mesh(dp=2), layouts.ddp("dp"), config(vocab=13)),
     "fsdp": Composition(ff.Mesh(dp=4), layouts.fsdp("dp"), config(embed=6)),
     "hsdp": Composition(ff.Mesh(replica=2, shard=2), layouts.hsdp("replica", "shard"), config(tied=True)),
     "fsdp_tp_sp": Composition(ff.Mesh(dp=2, tp=2), layouts.fsdp("dp") | layouts.tp_sp("tp"), config()),
@@ -58,4 +61,5 @@ COMPOSITIONS = {
         ff.Mesh(dp=2, tp=2), layouts.zero2("dp") | layouts.tp("tp"), config(vocab=13, embed=7, tied=True)
     ),
 }
-"""Between them all three collectives of gradients, padded parts, a tied table, and two orders of gather and scatter."""
+"""Between them all three collectives of gradients, padded parts, a tied table, two orders of gather and scatter, and
+for the norm parts of gradients along the first dim and the second."""

@@ -35,7 +35,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_an_optimizer_runs_as_simulated(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In tiles, over what it may write over, in a dtype that the fused kernel takes and in one that it doesn't."""
+    """In tiles or at once, over what it may write over, in a dtype that the fused kernel takes and in another."""
     monkeypatch.setattr(tiles, "TILE", 16)
     template = {"w": ff.Param("embed _", (9, 13), ff.normal(1.0), dtype), "b": ff.Param("_", (13,), ff.ones(), dtype)}
 

@@ -4,6 +4,7 @@ import json
 import math
 import os
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -249,13 +250,12 @@ def test_old_values_are_gone_while_new_ones_are_made() -> None:
 
 def updates(keep: Any, steps: int = 4) -> tuple[list[Any], list[int]]:
     """Parameters after each step of AdamW, and where they lie; `keep` is called with those before each step."""
-    template = {
-        "w": ff.Param("embed _", (5, 3), ff.normal(1.0), torch.float64),
-        "b": ff.Param("_", (3,), ff.ones(), torch.float64),
-    }
+    weight = ff.Param("embed _", (5, 3), ff.normal(1.0), torch.float64)
+    template = {"u": weight, "v": weight, "w": weight, "b": ff.Param("_", (3,), ff.ones(), torch.float64)}
 
     def loss(params: Any, batch: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        return ((batch @ params["w"] + params["b"]) ** 2).sum(), torch.tensor(batch.shape[0])
+        out = (batch @ params["u"]).tanh() * (batch @ params["v"]) + batch @ params["w"] + params["b"]
+        return (out**2).sum(), torch.tensor(batch.shape[0])
 
     optimizer = ff.chain(ff.clip_by_global_norm(1.0), ff.adamw(0.1))
     batch = torch.linspace(-1, 1, 20, dtype=torch.float64).reshape(4, 5)
@@ -296,6 +296,28 @@ def test_an_update_writes_over_what_the_last_one_made() -> None:
         if isinstance(held[0][0], torch.Tensor):
             for a, b in zip(tree.leaves(held), tree.leaves(before), strict=True):
                 assert torch.equal(a, b if a.shape == b.shape else b[:1])
+
+
+def test_leaves_alike_are_updated_at_once_but_for_what_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: Counter[tuple[str, int]] = Counter()
+    for name in ("adamw", "sum_squares"):
+        op = getattr(torch.ops.fx_feather, name).default
+
+        def counted(rows: list[Any], name: str = name, many: Any = op.at_once) -> Any:
+            calls[name, len(rows)] += 1
+            return many(rows)
+
+        monkeypatch.setattr(op, "at_once", counted)
+    plain, _ = updates(lambda params: None)
+    # The first parameters are those of `init`, which a user may hold.
+    assert calls == {("adamw", 1): 3, ("adamw", 3): 3, ("sum_squares", 1): 4, ("sum_squares", 3): 4}
+    calls.clear()
+    held: list[tuple[torch.Tensor, torch.Tensor]] = []
+    again, _ = updates(lambda params: held.append((params["v"], params["v"].clone())))
+    assert calls["adamw", 2] == 3 and ("adamw", 3) not in calls
+    for a, b in zip(tree.leaves(again), tree.leaves(plain), strict=True):
+        assert torch.equal(a, b)
+    assert all(torch.equal(a, b) for a, b in held)
 
 
 def test_a_step_does_not_write_over_what_a_user_brings() -> None:
