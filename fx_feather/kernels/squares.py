@@ -1,15 +1,13 @@
 """The sum of squares of a leaf times a factor, as one operator that reads the leaf once."""
 
+import functools as ft
 import math
 
 import torch
 from torch import Tensor
 
-#: Squares that are summed in float32; these sums are added up in float64.
-_ROW = 1 << 10
-
-#: Elements that are widened at a time, where squares are out of range.
-_AT_ONCE = 1 << 18
+#: Squares that are summed in the dtype of the leaf, or float32; these sums are added up in float64.
+_AT_ONCE = 1 << 16
 
 
 def sum_squares(x: Tensor, factor: Tensor) -> Tensor:
@@ -32,44 +30,45 @@ def sum_squares(x: Tensor, factor: Tensor) -> Tensor:
 
 
 def _many(calls: list[list[Tensor]]) -> list[Tensor]:
-    """Many calls at once; of leaves that must be widened or laid out anew, one copy is there at a time."""
-    number = {k: factor.item() for k, factor in {id(f): f for x, f in calls if x.device.type == "cpu"}.items()}
-    return [
-        torch.tensor(_on_cpu(x.reshape(-1).to(_wide(x)), number[id(factor)]), dtype=_wide(x))
-        if x.device.type == "cpu"
+    """Many calls at once, of leaves of one dtype; of copies, widened or laid out anew, one is there at a time."""
+    dtype = _wide(calls[0][0].dtype)
+    if calls[0][0].device.type != "cpu":
         # To look at numbers would wait for the device.
-        else torch.linalg.vector_norm(x.to(_wide(x)) * factor.to(_wide(x))).square()
-        for x, factor in calls
-    ]
+        return [torch.linalg.vector_norm(x.to(dtype) * factor.to(dtype)).square() for x, factor in calls]
+    number = {k: factor.item() for k, factor in {id(factor): factor for _, factor in calls}.items()}
+    totals = [_on_cpu(x.reshape(-1).to(dtype), number[id(factor)]) for x, factor in calls]
+    return list(torch.tensor(totals, dtype=dtype).unbind())
 
 
 def _on_cpu(flat: Tensor, by: float) -> float:
-    limits, squares = torch.finfo(flat.dtype), _squares(flat)
-    # Not below what has all digits, nor near what overflows.
-    if limits.tiny / limits.eps < squares < limits.max * limits.eps:
+    (least, most), squares = _range(flat.dtype), _squares(flat)
+    if least < squares < most:
         return squares * by * by
     if math.isnan(squares) or not flat.count_nonzero():
         return squares
+    # Widened part by part, not to have all of it twice.
     return sum(_squares(part.to(torch.float64) * by) for part in flat.split(_AT_ONCE))
 
 
+@ft.cache
+def _range(dtype: torch.dtype) -> tuple[float, float]:
+    """Sums not below this have all digits; none up to that is near what overflows."""
+    limits = torch.finfo(dtype)
+    return limits.tiny / limits.eps, limits.max * limits.eps
+
+
 def _squares(flat: Tensor) -> float:
-    whole = flat.numel() // _ROW * _ROW
-    total = 0.0
-    if whole:
-        norms = torch.linalg.vector_norm(flat[:whole].view(-1, _ROW), dim=1).to(torch.float64)
-        total += torch.dot(norms, norms).item()
-    if whole < flat.numel():
-        total += torch.dot(flat[whole:], flat[whole:]).item()
-    return total
+    parts = (flat,) if flat.numel() <= _AT_ONCE else flat.split(_AT_ONCE)
+    return sum(torch.dot(part, part).item() for part in parts)
 
 
-def _wide(x: Tensor) -> torch.dtype:
-    return torch.promote_types(x.dtype, torch.float32)
+@ft.cache
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
 
 
 def _shape(x: Tensor, factor: Tensor) -> Tensor:
-    return x.new_empty((), dtype=_wide(x))
+    return x.new_empty((), dtype=_wide(x.dtype))
 
 
 _library = torch.library.Library("fx_feather", "FRAGMENT")
