@@ -20,7 +20,7 @@ from torch import Tensor
 from .errors import RankError, fail
 
 #: Bytes that a rank shows to the others at a time; in each group it has two such places.
-PLACE_BYTES = 1 << 20
+PLACE_BYTES = 2 << 20
 #: Shapes of places that are kept made.
 _MANY_VIEWS = 4096
 #: Seconds that ranks wait for each other while they connect.

@@ -72,7 +72,7 @@ class Gradients:
 
 
 #: Parts in which the gradients of a step are reduced at least, if none is of fewer bytes than the second number.
-_PARTS, _LEAST = 4, 1 << 20
+_PARTS, _LEAST = 8, 1 << 20
 
 
 def resolved(t: Type) -> Type:
