@@ -121,5 +121,5 @@ def test_files_exist():
 def test_options_exist():
     sources = [ROOT / name for name in ("examples/train.py", "examples/benchmarks/bench.py", "tests/conftest.py")]
     known = {"--standalone", "--nproc-per-node", "--help"}
-    known |= {o for p in sources for o in re.findall(r'add(?:_argument|option)\("(--[\w-]+)"', p.read_text())}
+    known |= {o for p in sources for o in re.findall(r'add(?:_argument|option)\(\s*"(--[\w-]+)"', p.read_text())}
     assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", TEXT)) <= known
