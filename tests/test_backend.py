@@ -192,6 +192,6 @@ def test_other_functions_run_call_by_call(name: str) -> None:
 
 
 def test_operators_are_called_by_names_of_their_own() -> None:
-    """Looked up one by one as attributes they would take half as long again."""
+    """Looked up one by one as attributes they take longer."""
     run = build(traced(lambda x: [(x.t() @ x).relu()], torch.ones(3, 3)), {}, "eager")
     assert "ops" not in run.boxed.__code__.co_names  # type: ignore[attr-defined]

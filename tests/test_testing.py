@@ -122,7 +122,7 @@ def test_what_is_left_of_gradients_that_cancel_is_no_difference(seed: int) -> No
 
 
 def test_a_small_gradient_that_is_lost_is_a_difference(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Only what rounding explains is let through: a gradient of a millionth of another is none of that."""
+    """Only what rounding explains is let through: a gradient of 1e-5 of another is none of that."""
     template = {"large": ff.Param("_", (4,)), "small": ff.Param("_", (4,))}
 
     def loss(params, batch):

@@ -225,7 +225,7 @@ def main(args: argparse.Namespace) -> int:
     found = ""
     if args.matmul == "auto":
         torch.set_num_threads(1)
-        args.matmul, found = ff.faster_matmul(size.products), " (as measured before)"
+        args.matmul, found = ff.faster_matmul(size.products), " (measured as the faster)" if ff.has_onednn() else ""
     print(f"matrices are multiplied by {args.matmul} in fx_feather{found}, by aten in the peers", flush=True)
     todo = [(row, n) for n in args.ranks for row in args.rows if ROWS[row].axes(n) is not None]
     results, failures = [], []

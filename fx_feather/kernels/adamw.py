@@ -73,14 +73,10 @@ def _over(
     mus: list[Tensor],
     nus: list[Tensor],
     factor: Tensor,
-    lr: Tensor,
-    step: Tensor,
-    b1: float,
-    b2: float,
-    eps: float,
-    decay: float,
+    *rest: Any,
 ) -> None:
     """`adamw` of many leaves of one dtype, over what comes in, which is contiguous."""
+    lr, step, b1, b2, eps, decay = rest
     # The kernel divides by a number in float32, and leaves the quotient in the place of the gradient. The reciprocal of
     # less than 2.9e-39 is infinite: such a factor counts as 0.
     scale = factor.to(torch.float32).reciprocal() if grads[0].dtype == torch.float32 else None
