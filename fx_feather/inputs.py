@@ -98,14 +98,15 @@ def batch_leaves(batch: Any, dims: Any, layout: Layout, mesh: Mesh, microbatches
             at = dim_names.index("batch")
             if shape[at] % microbatches:
                 n = shape[at]
+                # A microbatch must also be divided by the ranks that split it.
+                whole = microbatches * mesh.count(layout.value_dims(dim_names)[at])
                 problems.append(
                     message(
                         call=f"compile_step(..., accumulate={microbatches})",
                         got=f"batch{path} of shape {shape}",
                         number=f"dim {at} (batch) has size {n}, in {microbatches} microbatches",
                         rule="microbatches are equal parts of the batch",
-                        fix=f"a batch of {n // microbatches * microbatches or microbatches} or "
-                        f"{-(-n // microbatches) * microbatches}",
+                        fix=f"a batch of {n // whole * whole or whole} or {-(-n // whole) * whole}",
                     )
                 )
             shape[at] //= microbatches

@@ -275,7 +275,8 @@ class Step(Common):
         per_rank = list(zip(*flags, strict=True)) if flags and isinstance(flags[0], list) else flags
         bad = [p for p, f in zip(self.params.paths, any_rank(per_rank), strict=True) if f]
         more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-        first = f"params{bad[0]}{more}" if bad else "no gradient: only the loss"
+        others = "the loss" if not math.isfinite(loss) else "the norm of all, which is too large for its dtype"
+        first = f"params{bad[0]}{more}" if bad else f"no gradient: only {others}"
         number = f"first leaf with a gradient that is not finite: {first}"
         if count == 0:
             number = f"the count is 0: no element of the batch counts towards the loss; {number}"

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import fx_feather as ff
+import layouts
 from fx_feather.testing import assert_equivalent
 
 TEMPLATE = {"w": ff.Param("embed mlp", (6, 6), ff.normal(0.5))}
@@ -161,3 +162,29 @@ def test_an_optimizer_state_of_another_dtype_is_refused_by_name() -> None:
     wide = ff.tree.map(lambda x: x.double(), state.opt)
     with pytest.raises(ff.FeatherError, match=r"state.opt\['mu'\]\['w'\]"):
         step.simulate(ff.State(state.params, wide, 0, True), torch.ones(2, 4))
+
+
+@pytest.mark.parametrize("rows", [8, 6, 12])
+def test_the_batch_that_a_message_names_compiles(rows: int) -> None:
+    """Three microbatches on two ranks: nine rows would be refused next."""
+
+    def loss(params, batch):
+        return ((batch @ params["w"]) ** 2).sum(), torch.tensor(batch.shape[0])
+
+    settings = {"template": {"w": ff.Param("embed _", (4, 4))}, "mesh": ff.Mesh(dp=2), "layout": layouts.ddp("dp")}
+    settings |= {"batch": torch.zeros(rows, 4), "batch_dims": "batch _", "accumulate": 3}
+    if rows % 6:
+        with pytest.raises(ff.FeatherError, match="a batch of 6 or 12"):
+            ff.compile_step(loss, ff.sgd(0.1), **settings)
+    else:
+        ff.compile_step(loss, ff.sgd(0.1), **settings)
+
+
+def test_a_norm_that_overflows_is_not_said_to_be_the_loss() -> None:
+    def loss(params, batch):
+        return 1e25 * (params["w"] * batch).sum(), torch.tensor(4)
+
+    settings = {"template": {"w": ff.Param("_", (4,))}, "mesh": ff.Mesh(), "layout": ff.Layout()}
+    step = ff.compile_step(loss, ff.sgd(0.1), **settings, batch=torch.ones(4), batch_dims="_")
+    with pytest.raises(ff.FeatherError, match="only the norm of all, which is too large for its dtype"):
+        step.simulate(step.init(), torch.ones(4))
