@@ -1,5 +1,7 @@
 """fx_feather: a model written once, for one device, and a layout table that splits it over many."""
 
+import types as _types
+
 # How a program is split: meshes, specs, layouts.
 from .mesh import Mesh as Mesh
 from .spec import P as P
@@ -65,3 +67,17 @@ from . import testing as testing
 from . import hf as hf
 from . import tree as tree
 from .errors import FeatherError as FeatherError
+
+# The named layouts, also where a folder or file of the user's own hides the package `layouts`.
+from . import layouts as layouts
+
+__version__ = "0.1.0"
+
+# The names above; the modules that the package is made of are not among them.
+__all__ = sorted(
+    name
+    for name, value in globals().items()
+    if not name.startswith("_")
+    and (name in ("hf", "layouts", "testing", "tree") or not isinstance(value, _types.ModuleType))
+)
+__dir__ = __all__.copy

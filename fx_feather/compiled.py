@@ -14,7 +14,7 @@ from .layout import Layout
 from .mesh import Mesh
 from .program import CollectiveNode, Program
 from .runtime import Runtime, in_world
-from .settings import check
+from .settings import OneOf, check
 from .simulate import Simulator
 from .spec import Type, assemble, pad_to, shard, slices
 from .trace import trace
@@ -31,7 +31,7 @@ def _device(device: str | None) -> str:
 def _check_device(device: str | None) -> None:
     there = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     # Told here: deep in a trace, a device that is not there may end the process.
-    good = device is None or (isinstance(device, str) and device in there)
+    good = OneOf(there, none=True)
     rule = f"a program runs on {' or '.join(there)} here"
     check(
         BackendError, "compile", {"device": device}, [("device", good, rule, f"device={there[-1]!r}, or leave it out")]
@@ -70,7 +70,7 @@ class Common:
             BackendError,
             "compile",
             {"backend": backend},
-            [("backend", backend in BACKENDS, f"the backends are {', '.join(BACKENDS)}", "backend='eager'")],
+            [("backend", OneOf(BACKENDS), f"the backends are {', '.join(BACKENDS)}", "backend='eager'")],
         )
         _check_device(device)
         self.backend = backend
@@ -93,6 +93,11 @@ class Common:
         named |= {n for t in self.batch.types for n in t.names or ()} | program.dim_names()
         self.layout.check_dims(named)
         return program
+
+    def __repr__(self) -> str:
+        found = self.collectives()
+        sent = f"{len(found)} collectives that send {sum(c.sent_bytes for c in found):,} B a rank"
+        return f"<{type(self).__name__} on {self.mesh!r}: {self.params!r}; {sent}>"
 
     @property
     def local(self) -> bool:

@@ -16,6 +16,7 @@ from .passes.stitch import Funcs, Stitcher
 from .passes.training import gradient_sections, loss_function, resolved
 from .program import Program, Section
 from .rules import Handwritten
+from .settings import known_options
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,6 +180,7 @@ def _value_order(out: dict[str, Any]) -> list[int]:
     return tree.leaves(numbered)
 
 
+@known_options
 @garbage.kept()
 def compile(
     fn: Callable[..., Any],

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import torch
 
 from .errors import DataError, fail, message, raise_all
-from .settings import check, is_count, is_finite, text
+from .settings import Check, check, count, is_count, is_finite, text
 
 IGNORE = -100
 """The target that counts for nothing: no loss, and not in the number of tokens."""
@@ -123,9 +123,9 @@ def split(data: bytes, held_out: float = 0.05, pieces: int = 16) -> tuple[bytes,
     """
     settings = {"held_out": held_out, "pieces": pieces}
     part = is_finite(held_out, above=0) and held_out < 1
-    checks = [
+    checks: list[Check] = [
         ("held_out", part, "a part of the text, between 0 and 1, is held out and not trained on", "held_out=0.05"),
-        ("pieces", is_count(pieces, 1), "held-out text is one contiguous piece or more", "pieces=16"),
+        ("pieces", count(1), "held-out text is one contiguous piece or more", "pieces=16"),
     ]
     check(DataError, "split", settings, checks)
     ends = [len(data) * i // pieces for i in range(pieces + 1)]
@@ -254,7 +254,7 @@ def _check_sizes(name: str, data: bytes, settings: dict[str, int], windows: bool
         "seq": (1, "a sequence has one token or more", "seq=256"),
         "seed": (0, "a seed is an integer, and not negative", "seed=0"),
     }
-    checks = [(key, is_count(value, rules[key][0]), *rules[key][1:]) for key, value in settings.items()]
+    checks = [(key, count(rules[key][0]), *rules[key][1:]) for key in settings]
     check(DataError, name, settings, checks)
     shortest = settings["seq"] + 1 if windows else 2
     if len(data) < shortest:

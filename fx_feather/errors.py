@@ -44,6 +44,10 @@ class OptimizerError(FeatherError):
     """An optimizer or schedule with impossible settings."""
 
 
+class OptionError(FeatherError):
+    """An option of `compile`, `compile_step` or a layout that does not exist, or that has an impossible value."""
+
+
 class BackendError(FeatherError):
     """A backend, or a library behind one, that does not exist or is not there."""
 

@@ -99,6 +99,12 @@ class Generator:
                 **common,
             )
 
+    def __repr__(self) -> str:
+        where = "one device" if self.prefill is None else repr(self.prefill.mesh)
+        return (
+            f"<Generator on {where}: {self.texts} texts of up to {self.length} tokens, prompts of up to {self.prompt}>"
+        )
+
     def _first(self, params: Any, batch: dict[str, Tensor]) -> tuple[Tensor, Any]:
         return self._step(params, batch, length=self.length)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from .errors import DataError, fail, message, raise_all
-from .settings import check, is_count
+from .settings import check, count
 
 
 def bits_per_byte(nats: float) -> float:
@@ -195,7 +195,7 @@ class ProgressLine:
 
     def __init__(self, total: int | None = None, every: int = 1, rank: int = 0, stream: TextIO | None = None):
         rule = "the line is shown each so many steps, an integer of 1 or more"
-        check(DataError, "ProgressLine", {"every": every}, [("every", is_count(every, 1), rule, "every=1")])
+        check(DataError, "ProgressLine", {"every": every}, [("every", count(1), rule, "every=1")])
         self.total, self.every = total, every
         self._out = None if rank != 0 else stream if stream is not None else sys.stdout
         self._tty = self._out is not None and self._out.isatty()

@@ -3,10 +3,11 @@
 import dataclasses
 from typing import Any
 
+from . import tree
 from .errors import StateError, fail
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class State:
     """Parameters and optimizer state of a run, and the number of steps taken.
 
@@ -21,6 +22,17 @@ class State:
     opt: Any
     step: int
     whole: bool
+
+    def __repr__(self) -> str:
+        if self.params is None:
+            return f"<State after step {self.step}, taken over by a later step>"
+        params, opt = tree.leaves(self.params), tree.leaves(self.opt)
+        elements = sum(x.numel() for x in params)
+        kind = "whole values" if self.whole else "local parts"
+        return (
+            f"<State after step {self.step}: {len(params)} parameters of {elements:,} elements and "
+            f"{len(opt)} tensors of the optimizer, {kind}>"
+        )
 
     def take(self) -> None:
         """Gives the values up: whoever took them holds them alone."""

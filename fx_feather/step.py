@@ -9,7 +9,7 @@ import torch
 
 from . import garbage, tree
 from .compiled import BUCKET_BYTES, Common
-from .errors import AmbiguousError, NonFiniteError, OptimizerError, StateError, fail
+from .errors import AmbiguousError, NonFiniteError, OptionError, StateError, fail
 from .layout import Layout, check_rest
 from .mesh import Mesh
 from .optim import Transform
@@ -21,7 +21,7 @@ from .passes.overlap import overlap
 from .passes.stitch import Funcs, Stitcher
 from .passes.training import gradient_sections, loss_function, optimizer_sections
 from .program import CollectiveNode, Program, Section
-from .settings import check, is_count
+from .settings import OneOf, check, count, known_options
 from .state import State
 
 Run = Callable[[Section, list[Any]], list[Any]]
@@ -92,7 +92,7 @@ class Step(Common):
             return None
         if self._aux_tree is None:
             fail(
-                OptimizerError,
+                OptionError,
                 call="compile_step(..., adjust=...)",
                 got="a loss that returns (sum, count)",
                 number="there are no auxiliary values to adjust by",
@@ -301,6 +301,7 @@ class Step(Common):
 _REMAT_RULE = "what to compute again is 'none', 'selective', 'full', or all that does not fit into a number of bytes"
 
 
+@known_options
 @garbage.kept()
 def compile_step(
     loss_fn: Callable[..., Any],
@@ -370,20 +371,24 @@ def compile_step(
     """
     options = Options(accumulate, device, remat, reshard, bucket_bytes, prefetch_bytes, matmul, backend)
     settings = {"optimizer": optimizer, **dataclasses.asdict(options)}
-    prefetch = prefetch_bytes is None or is_count(prefetch_bytes, 0)
     pair = isinstance(optimizer, Transform)
     check(
-        OptimizerError,
+        OptionError,
         "compile_step",
         settings,
         [
             ("optimizer", pair, "an optimizer is a pair (init, update)", "a call such as ff.adamw(lr=3e-4)"),
-            ("accumulate", is_count(accumulate, 1), "a batch is processed in one microbatch or more", "accumulate=1"),
-            ("remat", remat in REMAT or is_count(remat, 0), _REMAT_RULE, "remat='none'"),
-            ("reshard", isinstance(reshard, bool), "parameters are gathered again, or not", "reshard=True"),
-            ("bucket_bytes", is_count(bucket_bytes, 1), "a bucket holds at least one byte", "bucket_bytes=25 << 20"),
-            ("prefetch_bytes", prefetch, "a budget is a number of bytes, 0 for none", "prefetch_bytes=1 << 30"),
-            ("matmul", matmul in MATMULS, f"the ways are {', '.join(MATMULS)}", "matmul='aten'"),
+            ("accumulate", count(1), "a batch is processed in one microbatch or more", "accumulate=1"),
+            ("remat", OneOf(REMAT, numbers=0), _REMAT_RULE, "remat='none'"),
+            ("reshard", lambda x: isinstance(x, bool), "parameters are gathered again, or not", "reshard=True"),
+            ("bucket_bytes", count(1), "a bucket holds at least one byte", "bucket_bytes=25 << 20"),
+            (
+                "prefetch_bytes",
+                count(0, none=True),
+                "a budget is a number of bytes, 0 for none",
+                "prefetch_bytes=1 << 30",
+            ),
+            ("matmul", OneOf(MATMULS), f"the ways are {', '.join(MATMULS)}", "matmul='aten'"),
         ],
     )
     return Step(loss_fn, optimizer, template, mesh, layout, batch, batch_dims, adjust, options)

@@ -378,16 +378,16 @@ CASES = [
     case("schedule with a decay of no steps", E.OptimizerError, lambda: ff.wsd(1.0, 2, 10, 0), "wsd(", "decay is 0"),
     case("chain of what is no transform", E.OptimizerError, lambda: ff.chain(ff.adamw), "argument 0"),
     case(
-        "optimizer that is none", E.OptimizerError,
+        "optimizer that is none", E.OptionError,
         lambda: stepped(optimizer=ff.adamw), "optimizer is <function adamw", "ff.adamw(lr=",
     ),
     case(
-        "settings of a step, all at once", E.OptimizerError,
+        "settings of a step, all at once", E.OptionError,
         lambda: stepped(accumulate=0, remat="half", bucket_bytes=0),
         "3 problems", "accumulate is 0", "remat is 'half'", "bucket_bytes is 0", "remat='none'",
     ),
     case(
-        "adjusting by statistics that the loss has not", E.OptimizerError,
+        "adjusting by statistics that the loss has not", E.OptionError,
         lambda: stepped(adjust=lambda params, aux: params), "no auxiliary values", "return (sum, count, aux)",
     ),
     case(

@@ -8,7 +8,7 @@ from torch import fx
 
 from ..errors import BackendError
 from ..kernels import has_onednn
-from ..settings import check
+from ..settings import OneOf, check
 from .cleanup import cleanup
 
 aten = torch.ops.aten
@@ -30,7 +30,7 @@ def check_matmul(matmul: Any, device: str) -> None:
     """Raises BackendError if matrices can't be multiplied in this way on this device."""
     there = MATMULS if has_onednn() and device == "cpu" else MATMULS[:1]
     rule = f"on {device} this PyTorch multiplies matrices by {' or '.join(there)}"
-    check(BackendError, "compile_step", {"matmul": matmul}, [("matmul", matmul in there, rule, "matmul='aten'")])
+    check(BackendError, "compile_step", {"matmul": matmul}, [("matmul", OneOf(there), rule, "matmul='aten'")])
 
 
 def by_onednn(graph: fx.Graph) -> None:

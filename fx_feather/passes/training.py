@@ -24,7 +24,7 @@ from .reach import gradient_type, needs_gradient, reached_by_cotangents
 from .stitch import Stitcher
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(repr=False)
 class Parameters:
     """The parameters of a program, leaf by leaf: their types at rest and in use."""
 
@@ -32,6 +32,10 @@ class Parameters:
     types: list[ParamTypes]
     compute_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
+
+    def __repr__(self) -> str:
+        elements = sum(math.prod(t.compute.shape) for t in self.types)
+        return f"{len(self.types)} parameters of {elements:,} elements"
 
     @ft.cached_property
     def paths(self) -> list[str]:
