@@ -124,7 +124,7 @@ def _batch_names(leaves: list[Any], treedef: Any, dims: Any, paths: list[str]) -
             got=type(x).__name__,
             number=f"{x!r} is not a tensor",
             rule="the example batch is a pytree of tensors; only shapes and dtypes matter",
-            fix="torch.as_tensor(...)",
+            fix=tree.as_node(x, "torch.as_tensor(...)"),
         )
         for path, x in zip(paths, leaves, strict=True)
         if not isinstance(x, torch.Tensor)

@@ -152,7 +152,7 @@ def check_template(template: tree.Tree, *, call: str) -> None:
                 got=f"a leaf of type {type(leaf).__name__}",
                 number=f"template{path} is not a Param",
                 rule="a template is a pytree whose leaves are all ff.Param",
-                fix=f'template{path} = ff.Param("dim names", shape)',
+                fix=tree.as_node(leaf, f'template{path} = ff.Param("dim names", shape)'),
             )
             for path, leaf in wrong
         ],

@@ -278,7 +278,7 @@ def _check_outputs(outs: list[Any], what: str) -> None:
                 got=f"an output of type {type(x).__name__}",
                 number=f"{x!r} is not a tensor",
                 rule="a traced function returns a pytree of tensors: a Python number would be frozen at trace time",
-                fix="torch.as_tensor(...), or leave it out of the result",
+                fix=tree.as_node(x, "torch.as_tensor(...), or leave it out of the result"),
             )
 
 

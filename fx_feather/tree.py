@@ -1,9 +1,11 @@
 """Pytrees with key paths: what every other module uses to walk parameters, states and batches."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+import dataclasses
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import optree
+from optree.registry import __GLOBAL_NAMESPACE as _EVERYWHERE
 
 from .errors import ShapeError, fail
 
@@ -125,6 +127,70 @@ def check_same(expected: Tree | TreeDef, tree: Tree, *, call: str, name: str = "
         rule="trees that are walked together have the same containers and keys; None holds no leaf",
         fix=fix,
     )
+
+
+_Class = TypeVar("_Class", bound=type)
+
+
+def node(cls: _Class, *, static: Sequence[str] = ()) -> _Class:
+    """Makes a dataclass a node of trees: its fields are its children, those named `static` part of the structure.
+
+    It is a decorator, and also takes the class of another package. A node is rebuilt field by field, without a call of
+    `__init__` or `__post_init__`, since a field may hold a spec or a name in the place of a tensor.
+
+    Args:
+        cls: a dataclass, frozen or not.
+        static: fields that hold no tensors, such as a size or a name. They are compared by `==`.
+
+    Raises:
+        ShapeError: what is no dataclass, or static fields that it doesn't have.
+
+    >>> @node
+    ... @dataclasses.dataclass
+    ... class Linear:
+    ...     weight: object
+    ...     bias: object = None
+    >>> paths({"up": Linear(1, 2)}), map(lambda x: x * 10, Linear(1, 2))
+    (["['up'].weight", "['up'].bias"], Linear(weight=10, bias=20))
+    """
+    known = [f.name for f in dataclasses.fields(cls)] if dataclasses.is_dataclass(cls) else []
+    unknown = [name for name in static if name not in known]
+    if not isinstance(cls, type) or not dataclasses.is_dataclass(cls) or unknown:
+        fail(
+            ShapeError,
+            call=f"ff.tree.node({getattr(cls, '__name__', cls)}, static={tuple(static)!r})",
+            got=f"fields {known}" if known else f"{cls!r}, which is no dataclass",
+            number=f"no field {unknown[0]!r}" if known and unknown else f"{cls!r} has no fields",
+            rule="a node is a dataclass whose fields are its children, in the order in which they are defined",
+            fix="@ff.tree.node above @dataclasses.dataclass" if not known else f"static names of {known}",
+        )
+    children = tuple(name for name in known if name not in static)
+
+    def take_apart(x: Any) -> tuple[list[Any], Any, tuple[str, ...]]:
+        return [getattr(x, name) for name in children], tuple(getattr(x, name) for name in static), children
+
+    def build(fixed: Any, values: Iterable[Any]) -> Any:
+        x = object.__new__(cls)
+        for name, value in (*zip(children, values, strict=True), *zip(static, fixed, strict=True)):
+            object.__setattr__(x, name, value)
+        return x
+
+    optree.register_pytree_node(
+        cls,  # type: ignore[arg-type]
+        take_apart,
+        build,
+        path_entry_type=optree.GetAttrEntry,
+        namespace=_EVERYWHERE,
+    )
+    return cls
+
+
+def as_node(leaf: Any, fix: str) -> str:
+    """The edit that mends a leaf that should have been a tensor: `fix`, or for a dataclass, to make it a node."""
+    if dataclasses.is_dataclass(leaf):
+        cls = leaf if isinstance(leaf, type) else type(leaf)
+        return f"@ff.tree.node above the dataclass {cls.__name__}, whose fields are leaves then"
+    return fix
 
 
 def _map(fn: Callable[..., Any], first: list[list[Any]], tree: Tree, rest: tuple[Tree, ...]) -> Tree:

@@ -1,12 +1,17 @@
 """Pytrees: order, key paths, and the message when two structures differ."""
 
+import dataclasses
 import re
+from typing import Any, NamedTuple
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fx_feather import tree
+import fx_feather as ff
+import layouts
+from fx_feather import testing, tree
 from fx_feather.errors import ShapeError
 from fx_feather.param import Param
 
@@ -101,3 +106,79 @@ def test_unflatten_counts_leaves() -> None:
     _, treedef = tree.flatten({"a": 1, "b": 2})
     with pytest.raises(ShapeError, match="3 leaves, but the definition has 2"):
         tree.unflatten(treedef, [1, 2, 3])
+
+
+@tree.node
+@dataclasses.dataclass(frozen=True)
+class Layer:
+    """Frozen, with a check that a spec in the place of a tensor would not pass."""
+
+    up: Any
+    down: Any
+
+    def __post_init__(self) -> None:
+        assert hasattr(self.up, "shape")
+
+
+@dataclasses.dataclass(slots=True)
+class Attention:
+    heads: int
+    wq: Any
+
+
+tree.node(Attention, static=["heads"])
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def test_a_dataclass_is_a_node() -> None:
+    x = {"mlp": Layer(torch.ones(2), torch.zeros(2)), "attn": Attention(4, torch.ones(3)), "pair": Pair(1, 2)}
+    assert tree.paths(x) == ["['attn'].wq", "['mlp'].up", "['mlp'].down", "['pair'].first", "['pair'].second"]
+    named = tree.map_with_path(lambda path, _: path, x)
+    assert named["mlp"].up == "['mlp'].up" and named["attn"].heads == 4 and isinstance(named["pair"], Pair)
+    with pytest.raises(ShapeError, match="differ in type"):
+        tree.check_same(Attention(4, 1), Attention(8, 1), call="test")
+
+
+def test_what_is_no_node_is_named() -> None:
+    with pytest.raises(ShapeError, match="no dataclass"):
+        tree.node(int)
+    with pytest.raises(ShapeError, match="no field 'head'"):
+        tree.node(Attention, static=["head"])
+
+
+def test_a_dataclass_that_is_no_node_is_mended_by_the_decorator() -> None:
+    @dataclasses.dataclass
+    class Own:
+        w: Any
+
+    with pytest.raises(ShapeError, match=r"@ff\.tree\.node above the dataclass Own"):
+        ff.init({"own": Own(Param("embed", (4,)))})
+
+
+def test_a_model_of_dataclasses_is_one_device_in_every_layout() -> None:
+    template = {
+        "mlp": tree.unflatten(
+            tree.structure(Layer(torch.ones(1), torch.ones(1))),
+            [Param("embed mlp", (4, 8), dtype=torch.float64), Param("mlp embed", (8, 4), dtype=torch.float64)],
+        ),
+        "attn": Attention(2, Param("embed embed_out", (4, 4), dtype=torch.float64)),
+    }
+
+    def loss(params, batch):
+        mlp, attn = params["mlp"], params["attn"]
+        out = ff.block(lambda p, x: torch.relu(x @ p.up) @ p.down)(mlp, batch) + attn.heads * (batch @ attn.wq)
+        return out.pow(2).sum(), torch.tensor(batch.shape[0])
+
+    for layout in (layouts.fsdp("x"), layouts.tp("x"), layouts.ddp("x")):
+        testing.assert_equivalent(
+            loss,
+            template=template,
+            mesh=ff.Mesh(x=2),
+            layout=layout,
+            batch=torch.randn(4, 4, dtype=torch.float64),
+            batch_dims="batch embed",
+        )
