@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .source import stack_of_user
 from .unit import Call, GlobalProgram, Unit
 
 
@@ -17,10 +18,14 @@ class Recorder(TorchDispatchMode):
 
     `make_fx` does the same and more (symbolic shapes, module names, constants to fold), at about five times the cost
     an operator; local programs are large and need none of it.
+
+    Args:
+        lines: whether each operator keeps the user's line that it comes from, for messages.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, lines: bool = False) -> None:
         super().__init__()
+        self.lines = lines
         self.graph = fx.Graph()
         self.constants: dict[str, torch.Tensor] = {}
         #: By identity; the tensors are kept, so that no other takes their place.
@@ -59,6 +64,8 @@ class Recorder(TorchDispatchMode):
         n = self.graph.call_function(
             op, tuple(self._map(a) for a in args), {k: self._map(v) for k, v in kwargs.items()}
         )
+        if self.lines:
+            n.meta["stack_trace"] = stack_of_user()
         if isinstance(out, torch.Tensor):
             self._name(out, n)
             return
@@ -77,9 +84,9 @@ class Recorder(TorchDispatchMode):
         return out
 
 
-def record(fn: Callable[..., Sequence[torch.Tensor]], fakes: Sequence[torch.Tensor]) -> Recorder:
+def record(fn: Callable[..., Sequence[torch.Tensor]], fakes: Sequence[torch.Tensor], lines: bool = False) -> Recorder:
     """Records `fn(*fakes)`; the graph's output is the list of its results. Call it inside of a fake tensor mode."""
-    recorder = Recorder()
+    recorder = Recorder(lines)
     for x in fakes:
         recorder.placeholder(x)
     with recorder:
@@ -100,7 +107,7 @@ def place(graph: fx.Graph, device: str) -> None:
 class _Segment:
     """Operators between two calls: a graph whose placeholders are values of the whole program."""
 
-    recorder: Recorder = dataclasses.field(default_factory=Recorder)
+    recorder: Recorder = dataclasses.field(default_factory=lambda: Recorder(lines=True))
     args: list[int] = dataclasses.field(default_factory=list)
     outs: dict[int, fx.Node] = dataclasses.field(default_factory=dict)
 

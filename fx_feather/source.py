@@ -66,9 +66,15 @@ def _own_frame() -> FrameType | None:
 
 def note_line() -> None:
     """Lets the nodes that are made next remember the line of the user's that is being run."""
+    shown = stack_of_user()
+    if shown:
+        fx_traceback.set_stack_trace([shown])
+
+
+def stack_of_user() -> str:
+    """The line of the user's that is being run, as a node's `stack_trace` has it; nothing if there is none."""
     frame = _own_frame()
-    if frame is not None:
-        fx_traceback.set_stack_trace([_shown(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)])
+    return _shown(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name) if frame is not None else ""
 
 
 def this_line() -> str:

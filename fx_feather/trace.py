@@ -293,7 +293,7 @@ def _trace_unit(
 ) -> Unit:
     fakes = [a.fake() for a in avals]
     if operators:
-        recorded = record(flat, fakes)
+        recorded = record(flat, fakes, lines=True)
         unit = Unit(label, recorded.graph, recorded.constants)
         unit.graph.eliminate_dead_code()
     else:
