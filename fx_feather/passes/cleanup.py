@@ -1,7 +1,15 @@
-"""Cleanup: removes what computes nothing (dead nodes, aliases, views and casts to what a value already is)."""
+"""Cleanup: removes what computes nothing (dead nodes, aliases, views and casts to what a value already is).
+
+Later operators were traced on the memory layout of a value: whether a view of it exists, and how the results lie. So an
+edit is made only where the new operator, run on the same fake operands, gives the same shape, dtype and strides.
+"""
+
+from typing import Any
 
 import torch
 from torch import fx
+
+from .memory import storage, writes
 
 aten = torch.ops.aten
 
@@ -10,13 +18,18 @@ _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.expand.default, 
 #: Operators of one tensor and a number, which give the same bits before a value is repeated as after.
 _SCALED = {aten.mul.Scalar, aten.div.Scalar}
 _CASTS = {aten._to_copy.default}
+#: Of what may be an identity, those whose result has memory of its own.
+_NEW = {*_CASTS, aten.pow.Tensor_Scalar, aten._unsafe_view.default, aten.reshape.default}
 
 
 def cleanup(graph: fx.Graph) -> None:
     """Edits a local graph in place; keeps results bit for bit."""
+    written = {memory for n in graph.nodes for memory in writes(n)}
     for n in list(graph.nodes):
         if n.op != "call_function" or not n.args or not isinstance(n.args[0], fx.Node):
             continue
+        if n.target in _NEW and not written.isdisjoint({storage(n), storage(n.args[0])}):
+            continue  # a copy from which one of the two is then changed
         if _is_identity(n):
             n.replace_all_uses_with(n.args[0])
             graph.erase_node(n)
@@ -62,14 +75,43 @@ def _compose(graph: fx.Graph, n: fx.Node) -> None:
         n.replace_all_uses_with(base)
         graph.erase_node(n)
     elif inner is not None:
-        n.target, n.args = aten.permute.default, (base, order)
+        _become(n, aten.permute.default, (base, order))
+
+
+def _become(n: fx.Node, target: Any, args: tuple[Any, ...]) -> bool:
+    """Makes a node another call, if that gives a value of the same shape and dtype that lies in memory alike."""
+    new = _value(target, args)
+    if new is None or not _alike(n.meta["val"], new):
+        return False
+    n.target, n.args, n.kwargs = target, args, {}
+    return True
+
+
+def _value(target: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> Any:
+    """What an operator gives of fake operands; None if it refuses them."""
+    operands = fx.node.map_arg((args, kwargs or {}), lambda x: x.meta["val"])
+    try:
+        return target(*operands[0], **operands[1])
+    except (RuntimeError, ValueError):
+        return None
+
+
+def _alike(a: Any, b: Any) -> bool:
+    """Whether two results have the same shape and dtype and lie in memory alike; a dim of size 1 has no stride."""
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(_alike, a, b))
+    if not isinstance(a, torch.Tensor):
+        return bool(a == b)
+    strides = zip(a.shape, a.stride(), b.stride(), strict=False)
+    return a.shape == b.shape and a.dtype == b.dtype and all(n == 1 or s == t for n, s, t in strides)
 
 
 def _one_view(n: fx.Node) -> None:
     """A view with a dim of size 1 more or less is a view."""
     first = n.args[0]
-    if first.target is aten.view.default and first.meta["val"].shape != n.meta["val"].shape:
-        n.target, n.args = aten.view.default, (first.args[0], list(n.meta["val"].shape))
+    shape = n.meta["val"].shape
+    same = first.target is not aten.view.default or first.meta["val"].shape == shape
+    if not same and _become(n, aten.view.default, (first.args[0], list(shape))):
         _view_of_first(n)
 
 
@@ -78,7 +120,8 @@ def _view_of_first(n: fx.Node) -> None:
     first = n.args[0]
     while first.target in _ONES or (first.target is aten.view.default and first.args[0].meta["val"].is_contiguous()):
         first = first.args[0]
-    n.update_arg(0, first)
+    if first is not n.args[0]:
+        _become(n, n.target, (first, *n.args[1:]))
 
 
 def _is_identity(n: fx.Node) -> bool:
@@ -86,7 +129,7 @@ def _is_identity(n: fx.Node) -> bool:
         return _same_place(n)
     if n.target in _CASTS:
         return _same_kind(n)
-    return n.target in _ALIASES or (n.target is aten.pow.Tensor_Scalar and n.args[1] == 1)
+    return n.target in _ALIASES or (n.target is aten.pow.Tensor_Scalar and n.args[1] == 1 and _same_kind(n))
 
 
 def _same_place(n: fx.Node) -> bool:
@@ -100,9 +143,12 @@ def _same_kind(n: fx.Node) -> bool:
 
 
 def _scale_before_expand(graph: fx.Graph, n: fx.Node) -> None:
-    """Turns a scaled `expand` into the `expand` of what is scaled, which is smaller."""
+    """Turns a scaled `expand` into the `expand` of what is scaled, which is smaller, where users don't see it."""
     expand = n.args[0]
     small = expand.args[0]
+    lies = small.meta["val"].expand(expand.args[1])
+    if not all(_takes(user, n, lies) for user in n.users):
+        return
     with graph.inserting_before(n):
         scaled = graph.call_function(n.target, (small, *n.args[1:]))
         scaled.meta["val"] = small.meta["val"].new_empty(small.meta["val"].shape)
@@ -110,3 +156,15 @@ def _scale_before_expand(graph: fx.Graph, n: fx.Node) -> None:
         wide.meta["val"] = scaled.meta["val"].expand(expand.args[1])
     n.replace_all_uses_with(wide)
     graph.erase_node(n)
+
+
+def _takes(user: fx.Node, operand: fx.Node, value: torch.Tensor) -> bool:
+    """Whether an operator gives the same of an operand that lies in memory as `value` does."""
+    if user.op != "call_function" or operand in fx.node.map_arg(user.kwargs, lambda x: x).values():
+        return False
+    args = fx.node.map_arg(user.args, lambda x: value if x is operand else x.meta["val"])
+    try:
+        new = user.target(*args, **fx.node.map_arg(user.kwargs, lambda x: x.meta["val"]))
+    except (RuntimeError, ValueError):
+        return False
+    return _alike(user.meta["val"], new)

@@ -1,12 +1,13 @@
 """Partitioning: from a plan to the function of one rank, which applies typed collectives to local values."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from ..collectives import pmax
-from ..rules import Local
+from ..rules import Local, OpCall
 from ..source import user_line
 from ..spec import Type
 from .plan import OpStep, Plan, RegionStep, Root, SubStep
@@ -75,7 +76,25 @@ def _compute(step: OpStep, plan: Plan, tensors: list[torch.Tensor], where: str) 
     for f, kind in s.reduced.items():
         if f in step.solution.factor_axes and f not in kept and kind != "sum":
             out = _extreme(out, kind, step.solution.factor_axes[f], plan)
-    return out
+    return _finite_padding(local, out) if _chooses(step.call) else out
+
+
+def _chooses(call: OpCall) -> bool:
+    """Whether an operator may give what is not finite where all of its operands' padding is: it is told to."""
+    name = call.target._schema.name.rpartition("::")[2]
+    told = any(isinstance(x, float) and not math.isfinite(x) for x in (*call.args, *call.kwargs.values()))
+    return (told or name in ("where", "masked_fill")) and name != "fill_padding"
+
+
+def _finite_padding(local: Local, out: Any) -> Any:
+    """Results whose padding is 0 where it may not be finite.
+
+    The value of padding never matters, and it is finite: the cotangent of padding is 0, and the vjp of a later product
+    multiplies the two and may add them to what is no padding. The law of rules holds every operator to it.
+    """
+    if isinstance(out, torch.Tensor):
+        return local.cleared(0, out)
+    return [local.cleared(i, x) for i, x in enumerate(out)]
 
 
 def fill_padding(x: torch.Tensor, dim: int, local: Local, factor: str, value: float) -> torch.Tensor:

@@ -93,7 +93,11 @@ class Plan:
         return found
 
     def assume(self, root: Root, t: Type) -> None:
-        """Lets a value come in as `t`; its uses convert from there, and operators of it alone give what they take."""
+        """Lets a value come in as `t`; its uses convert from there.
+
+        An operator of it alone that takes the same split then varies on the axes of `t` too. What it takes of a pending
+        sum stays what was planned: one that it isn't linear in is still resolved before it.
+        """
         self.types[root] = t
         for n, step in self.steps.items():
             if isinstance(step, SubStep):
@@ -101,8 +105,10 @@ class Plan:
                     if r == root:
                         step.plan.assume(inner, t)
             elif _is_unary(step) and step.operands[0][0] == root and step.operands[0][1].dims == t.dims:
-                step.operands = [(root, t)]
-                step.results = tuple(result.with_(replicated=t.replicated) for result in step.results)
+                taken = step.operands[0][1]
+                taken = taken.with_(replicated=t.replicated | (taken.replicated - t.sharded - t.partial))
+                step.operands = [(root, taken)]
+                step.results = tuple(result.with_(replicated=taken.replicated) for result in step.results)
                 for i, result in enumerate(step.results):
                     self.assume((n, i), result)
 

@@ -1,7 +1,7 @@
 """The local call: what one rank computes of an operator, and what a lowering knows of its part."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from ..collectives import axis_index
 from ..mesh import Mesh
 from ..spec import Type, local_size
 from .handwritten import call_operator
-from .rule import OpCall, Operand, Sharding
+from .rule import Factors, OpCall, Operand, Sharding
 from .solve import Solution
 
 
@@ -42,10 +42,22 @@ class Local:
             true = true & (at < sizes[k])
         return at, true
 
-    def filled(self, operand: int, x: torch.Tensor, value: float) -> torch.Tensor:
-        """An operand with its padding, in all dims that are one factor, set to a value."""
-        for d, dim in enumerate(self.sharding.operands[operand]):
+    def filled(
+        self, operand: int, x: torch.Tensor, value: float, factors: Collection[str] | None = None
+    ) -> torch.Tensor:
+        """An operand with its padding set to a value: in all dims that are one factor, or those of `factors`."""
+        return self._filled(self.sharding.operands[operand], x, value, factors)
+
+    def cleared(self, result: int, x: torch.Tensor) -> torch.Tensor:
+        """A result with its padding set to 0; whole numbers are finite anyway."""
+        exact = not (x.is_floating_point() or x.is_complex())
+        return x if exact else self._filled(self.sharding.results[result], x, 0.0, None)
+
+    def _filled(self, dims: Factors, x: torch.Tensor, value: float, factors: Collection[str] | None) -> torch.Tensor:
+        for d, dim in enumerate(dims):
             if len(dim) != 1 or self.sharding.sizes[dim[0]] % self.mesh.count(self.axes(dim[0])) == 0:
+                continue
+            if factors is not None and dim[0] not in factors:
                 continue
             _, true = self.positions(dim[0], x.device)
             x = torch.where(true.view([-1 if i == d else 1 for i in range(x.ndim)]), x, value)

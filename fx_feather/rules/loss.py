@@ -123,7 +123,7 @@ def _nll_of_part(local: Local, operands: list[Tensor]) -> Tensor:
     """Where each rank has some of the classes: a pending sum, of which the first rank holds the logsumexp."""
     logits, rows = operands
     own, mine = held(local, "v", rows)
-    total, picked, _ = by_hand(_terms, _terms_vjp, (local.filled(0, logits, float("-inf")), own, True))
+    total, picked, _ = by_hand(_terms, _terms_vjp, (local.filled(0, logits, float("-inf"), ("v",)), own, True))
     axes = local.axes("v")
     n = local.mesh.count(axes)
     top = pmax(total.detach(), axes, n)

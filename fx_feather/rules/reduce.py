@@ -267,8 +267,11 @@ def softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
 def log_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
     """`torch.log_softmax` in operators that may be split."""
     out = x.dtype if dtype is None or isinstance(dtype, bool) else dtype
-    shifted = _shifted(x.to(out), dim)
-    return (shifted - shifted.exp().sum(dim, True).log()).to(out)
+    x = x.to(out).to(wide(out))
+    shifted = x - maximum(x, [dim], True)
+    # Filled for the sum alone: padding of the result stays finite.
+    raised = torch.ops.fx_feather.fill_padding(shifted, [dim], float("-inf")).exp()
+    return (shifted - raised.sum(dim, True).log()).to(out)
 
 
 register("softmax.int _softmax.default", Rule(_along(1), softmax, text="... !d -> ... !d"))

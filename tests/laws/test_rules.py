@@ -103,10 +103,11 @@ def parts(x: torch.Tensor, t: Type, mesh: Mesh, g: torch.Generator, garbage: boo
     terms.append(x - sum(terms) if terms else x)
     plain = t.with_(partial=frozenset())
     out = [shard(terms[mesh.index(r, axes) if axes else 0], plain, mesh, r) for r in range(mesh.size)]
-    if garbage and x.dtype.is_floating_point:
+    if garbage and (x.dtype.is_floating_point or x.dtype == torch.bool):
         for r, local in enumerate(out):
-            true = pad_to(shard(torch.ones(x.shape, dtype=x.dtype), plain, mesh, r), tuple(local.shape)) != 0
-            out[r] = torch.where(true, local, torch.rand(local.shape, generator=g, dtype=x.dtype) + 0.5)
+            true = pad_to(shard(torch.ones(x.shape, dtype=torch.float64), plain, mesh, r), tuple(local.shape)) != 0
+            anything = torch.rand(local.shape, generator=g, dtype=torch.float64) + 0.5
+            out[r] = torch.where(true, local, anything > 0.8 if x.dtype == torch.bool else anything.to(x.dtype))
     return out
 
 
@@ -123,8 +124,12 @@ def joined(values: list[torch.Tensor], t: Type, mesh: Mesh) -> torch.Tensor:
 
 def true_part(x: torch.Tensor, t: Type, mesh: Mesh, rank: int) -> torch.Tensor:
     """A local value with its padding set to zero."""
-    mask = shard(torch.ones(t.shape, dtype=torch.bool), t.with_(partial=frozenset()), mesh, rank)
-    return torch.where(mask, x, torch.zeros((), dtype=x.dtype))
+    return torch.where(true_mask(t, mesh, rank), x, torch.zeros((), dtype=x.dtype))
+
+
+def true_mask(t: Type, mesh: Mesh, rank: int) -> torch.Tensor:
+    """Which elements of a local value are no padding."""
+    return shard(torch.ones(t.shape, dtype=torch.bool), t.with_(partial=frozenset()), mesh, rank)
 
 
 class Sample:
@@ -171,6 +176,10 @@ class Sample:
         for i, (whole, t) in enumerate(zip(self.outs, plan.out_types, strict=True)):
             got = joined([outs[i].detach() for outs, _ in ranks], t, mesh)
             torch.testing.assert_close(got, whole.detach(), rtol=1e-12, atol=1e-12, equal_nan=True)
+            for r, (outs, _) in enumerate(ranks):
+                # The cotangent of padding is 0, and 0 times what is not finite would be NaN in a later product.
+                padding = outs[i][~true_mask(t, mesh, r)]
+                assert padding.isfinite().all(), f"result {i} has {padding} in its padding"
         for i, (grad, t) in enumerate(zip(self.grads, types, strict=True)):
             if grad is not None:
                 got = joined([zero_if_none(grads[i], t, mesh) for _, grads in ranks], t.cotangent(), mesh)

@@ -17,7 +17,11 @@ def chains(draw: st.DrawFn) -> tuple[torch.Tensor, list[tuple[str, object]]]:
     views: list[tuple[str, object]] = []
     y = x
     for _ in range(draw(st.integers(1, 8))):
-        kind = draw(st.sampled_from(["permute", "transpose", "t", "unsqueeze", "squeeze", "view"]))
+        kind = draw(
+            st.sampled_from(
+                ["permute", "transpose", "t", "unsqueeze", "squeeze", "view", "expand", "div", "pow", "write"]
+            )
+        )
         if kind == "permute":
             arg: object = draw(st.permutations(range(y.ndim)))
         elif kind == "transpose" and y.ndim:
@@ -30,6 +34,10 @@ def chains(draw: st.DrawFn) -> tuple[torch.Tensor, list[tuple[str, object]]]:
             arg = draw(st.integers(0, y.ndim - 1))
         elif kind == "view" and y.is_contiguous():
             arg = draw(st.sampled_from([[-1], [*y.shape], [1, *y.shape], [y.numel(), 1]]))
+        elif kind == "expand" and 1 in y.shape:
+            arg = [n if n > 1 else 2 for n in y.shape]
+        elif kind in ("div", "pow", "write"):
+            arg = 1 if kind == "pow" else 3
         else:
             continue
         y = apply(y, kind, arg)
@@ -40,6 +48,10 @@ def chains(draw: st.DrawFn) -> tuple[torch.Tensor, list[tuple[str, object]]]:
 def apply(y: torch.Tensor, kind: str, arg: object) -> torch.Tensor:
     if kind == "t":
         return y.t()
+    if kind == "write":
+        y = y.to(y.dtype, copy=True)
+        y.add_(1)
+        return y
     return getattr(y, kind)(*arg) if isinstance(arg, tuple) else getattr(y, kind)(arg)
 
 
@@ -62,7 +74,9 @@ def test_chains_of_views_become_short_and_stay_what_they_are(
     graph.lint()
     assert sum(n.op == "call_function" for n in graph.nodes) <= before
     for a, b in zip(fx.GraphModule({}, graph).forward(x), want, strict=True):
-        assert torch.equal(a, b) and a.stride() == b.stride()
+        # A dim of size 1 has no stride: kernels of one operator differ in what they say of it.
+        long = [d for d in range(a.ndim) if a.shape[d] > 1]
+        assert torch.equal(a, b) and [a.stride(d) for d in long] == [b.stride(d) for d in long]
 
 
 def test_what_an_einsum_wraps_around_a_matmul_is_gone() -> None:
