@@ -11,8 +11,8 @@ import fx_feather as ff
 import layouts
 from fx_feather import testing
 from fx_feather.models import llama
-from fx_feather.passes import partition, propagate, reshard, stitch, training
-from fx_feather.passes.plan import Plan
+from fx_feather.passes import cleanup, partition, propagate, reshard, stitch, training
+from fx_feather.passes.plan import OpStep, Plan
 from tests.laws.test_layouts import batch
 
 MODEL = llama.LlamaConfig(
@@ -208,6 +208,74 @@ def test_a_pending_sum_through_what_is_not_linear_is_caught(
     testing.assert_equivalent(loss, **settings)
     linear_in(op)(monkeypatch)
     with pytest.raises(AssertionError, match="values are off by more than rtol"):
+        testing.assert_equivalent(loss, **settings)
+
+
+def hands_a_pending_sum_on(patch: pytest.MonkeyPatch) -> None:
+    """What an operator takes of a parameter is replaced by what it comes in as, a pending sum too."""
+
+    def assume(self: Plan, root: Any, t: ff.Type) -> None:
+        self.types[root] = t
+        for n, step in self.steps.items():
+            if isinstance(step, OpStep) and len(step.operands) == 1 and step.operands[0][0] == root:
+                step.operands = [(root, t)]
+                step.results = tuple(r.with_(replicated=t.replicated) for r in step.results)
+                for i, result in enumerate(step.results):
+                    self.assume((n, i), result)
+
+    patch.setattr(Plan, "assume", assume)
+
+
+def leaves_infinite_padding(patch: pytest.MonkeyPatch) -> None:
+    """What an operator chooses is also chosen for padding."""
+    patch.setattr(partition, "_chooses", lambda call: False)
+
+
+def ignores_strides(patch: pytest.MonkeyPatch) -> None:
+    """An edit of a graph is made though later views were traced on other strides."""
+    patch.setattr(cleanup, "_takes", lambda user, operand, value: True)
+
+
+def scaled_by_its_mean(p: Any, x: torch.Tensor) -> Any:
+    return (x @ (p["w"] * p["w"].abs().mean().clamp(min=1e-5))).pow(2).sum(), torch.tensor(x.shape[0])
+
+
+def masked_scores(p: Any, x: torch.Tensor) -> Any:
+    scores = x @ p["w"]
+    open_ = torch.where(scores == 0.5, float("-inf"), scores)  # in padding alone, which functions see as 0.5
+    return (open_ * p["scale"]).sum(), torch.tensor(x.shape[0])
+
+
+def mean_over_a_middle_dim(p: Any, x: torch.Tensor) -> Any:
+    return (x.view(2, 2, 3) @ p["w"]).mean(1).pow(2).sum(), torch.tensor(x.shape[0])
+
+
+VOCAB = {"w": ff.Param("embed vocab", (3, 5)), "scale": ff.Param("_", (1,))}
+WIDE = {"w": ff.Param("embed mlp", (3, 4))}
+
+
+@pytest.mark.parametrize(
+    ("plant", "loss", "template", "mesh", "layout"),
+    [
+        (hands_a_pending_sum_on, scaled_by_its_mean, WIDE, TP, layouts.tp("tp")),
+        (leaves_infinite_padding, masked_scores, VOCAB, TP, layouts.tp("tp")),
+        (ignores_strides, mean_over_a_middle_dim, WIDE, ff.Mesh(dp=1), layouts.single()),
+    ],
+    ids=["a pending sum handed on", "infinite padding", "strides ignored"],
+)
+def test_what_one_program_in_many_meets_is_caught(
+    plant: Plant, loss: Any, template: Any, mesh: ff.Mesh, layout: ff.Layout, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: dict[str, Any] = {
+        "template": template,
+        "batch": torch.randn(4, 3, generator=torch.Generator().manual_seed(0)),
+        "batch_dims": "batch embed",
+        "mesh": mesh,
+        "layout": layout,
+    }
+    testing.assert_equivalent(loss, **settings)
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, RuntimeError), match=r"off by more than rtol|view size is not compatible"):
         testing.assert_equivalent(loss, **settings)
 
 
