@@ -76,6 +76,17 @@ class Recorder(TorchDispatchMode):
                 item = self.graph.create_node("call_function", operator.getitem, (n, i), name="getitem")
                 self._name(x, item)
 
+    def replay(self, *xs: torch.Tensor) -> list[torch.Tensor]:
+        """Runs what was recorded, operator by operator."""
+        env: dict[fx.Node, Any] = dict(zip(self.graph.find_nodes(op="placeholder"), xs, strict=True))
+        for n in self.graph.nodes:
+            if n.op == "get_attr":
+                env[n] = self.constants[n.target]
+            elif n.op == "call_function":
+                args, kwargs = fx.node.map_arg((n.args, n.kwargs), env.__getitem__)
+                env[n] = n.target(*args, **kwargs)
+        return [env[n] for n in self.graph.output_node().args[0]]
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)

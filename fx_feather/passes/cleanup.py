@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from .memory import storage, writes
-
 aten = torch.ops.aten
 
 _ALIASES = {aten.alias.default, aten.detach.default, aten.lift_fresh.default}
@@ -18,18 +16,13 @@ _RESHAPES = {aten.view.default, aten._unsafe_view.default, aten.expand.default, 
 #: Operators of one tensor and a number, which give the same bits before a value is repeated as after.
 _SCALED = {aten.mul.Scalar, aten.div.Scalar}
 _CASTS = {aten._to_copy.default}
-#: Of what may be an identity, those whose result has memory of its own.
-_NEW = {*_CASTS, aten.pow.Tensor_Scalar, aten._unsafe_view.default, aten.reshape.default}
 
 
 def cleanup(graph: fx.Graph) -> None:
-    """Edits a local graph in place; keeps results bit for bit."""
-    written = {memory for n in graph.nodes for memory in writes(n)}
+    """Edits a local graph in place; keeps results bit for bit. No operator of it may write to an operand."""
     for n in list(graph.nodes):
         if n.op != "call_function" or not n.args or not isinstance(n.args[0], fx.Node):
             continue
-        if n.target in _NEW and not written.isdisjoint({storage(n), storage(n.args[0])}):
-            continue  # a copy from which one of the two is then changed
         if _is_identity(n):
             n.replace_all_uses_with(n.args[0])
             graph.erase_node(n)

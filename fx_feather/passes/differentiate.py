@@ -17,7 +17,7 @@ from ..program import BY_OP, Func
 from ..record import record
 from ..spec import Type
 from .cleanup import cleanup
-from .memory import storage, writes
+from .memory import writes
 from .partition import LocalFn
 
 
@@ -77,7 +77,12 @@ def trace_local(fn: Callable[..., list[torch.Tensor]], places: Sequence[Place], 
     # Nothing but shapes matters on the meta device, where an operator costs a fraction of a fake one; elsewhere the
     # device decides which kernels composite operators are made of.
     with contextlib.nullcontext() if device == "meta" else FakeTensorMode(allow_non_fake_inputs=True):
-        recorded = record(fn, [p.fake(device) for p in places])
+        fakes = [p.fake(device) for p in places]
+        recorded = record(fn, fakes)
+        if any(writes(n) for n in recorded.graph.nodes):
+            # Formulas of torch fill buffers, also through views. Cutting a graph follows values, not memory, so each
+            # write becomes a value of its own. Few units have any.
+            recorded = record(torch.func.functionalize(recorded.replay), fakes)
     cleanup(recorded.graph)
     return Func(name, recorded.graph, recorded.constants)
 
@@ -238,13 +243,9 @@ def _cut(whole: Func, n_in: int, n_out: int, diff: list[int], with_ct: list[int]
     forward = _ancestors(outs) - set(placeholders)
     # An operator with several results is saved by those of its results that the backward uses.
     forward |= {n for n in nodes if n.target is operator.getitem and n.args[0] in forward}
-    forward |= _read_before_written(nodes, forward, ct_nodes) - set(placeholders)
-
-    written = _last_writes(nodes, forward)
 
     def worth(n: fx.Node) -> bool:
-        # What is written over later is another value by the end of the forward.
-        return remat == "none" or (remat == "selective" and _is_heavy(n) and written.get(storage(n), -1) <= order[n])
+        return remat == "none" or (remat == "selective" and _is_heavy(n))
 
     # What the backward takes from the forward: saved, or computed again.
     saved: dict[fx.Node, None] = {}
@@ -302,31 +303,6 @@ def _cut(whole: Func, n_in: int, n_out: int, diff: list[int], with_ct: list[int]
         tuple(with_ct),
         tuple(diff),
     )
-
-
-def _last_writes(nodes: list[fx.Node], forward: set[fx.Node]) -> dict[int | None, int]:
-    """For each memory that the forward writes over the number of the node that does so last."""
-    written: dict[int | None, int] = {}
-    for k, n in enumerate(nodes):
-        if n in forward:
-            written.update(dict.fromkeys(writes(n), k))
-    return written
-
-
-def _read_before_written(nodes: list[fx.Node], forward: set[fx.Node], ct_nodes: list[fx.Node]) -> set[fx.Node]:
-    """Copies that only the backward uses, of memory that the forward writes over later: they can't wait for it."""
-    written = _last_writes(nodes, forward)
-    early: set[fx.Node] = set()
-    if written:
-        late = set(ct_nodes)
-        for k, n in enumerate(nodes):
-            if late.intersection(n.all_input_nodes):
-                late.add(n)
-            elif n in forward or n.op != "call_function" or _is_view(n):
-                continue
-            elif any(written.get(storage(a), -1) > k for a in n.all_input_nodes):
-                early |= _ancestors([n])
-    return early
 
 
 def _placeholder(graph: fx.Graph, n: fx.Node) -> fx.Node:

@@ -18,9 +18,7 @@ def chains(draw: st.DrawFn) -> tuple[torch.Tensor, list[tuple[str, object]]]:
     y = x
     for _ in range(draw(st.integers(1, 8))):
         kind = draw(
-            st.sampled_from(
-                ["permute", "transpose", "t", "unsqueeze", "squeeze", "view", "expand", "div", "pow", "write"]
-            )
+            st.sampled_from(["permute", "transpose", "t", "unsqueeze", "squeeze", "view", "expand", "div", "pow"])
         )
         if kind == "permute":
             arg: object = draw(st.permutations(range(y.ndim)))
@@ -36,7 +34,7 @@ def chains(draw: st.DrawFn) -> tuple[torch.Tensor, list[tuple[str, object]]]:
             arg = draw(st.sampled_from([[-1], [*y.shape], [1, *y.shape], [y.numel(), 1]]))
         elif kind == "expand" and 1 in y.shape:
             arg = [n if n > 1 else 2 for n in y.shape]
-        elif kind in ("div", "pow", "write"):
+        elif kind in ("div", "pow"):
             arg = 1 if kind == "pow" else 3
         else:
             continue
@@ -48,10 +46,6 @@ def chains(draw: st.DrawFn) -> tuple[torch.Tensor, list[tuple[str, object]]]:
 def apply(y: torch.Tensor, kind: str, arg: object) -> torch.Tensor:
     if kind == "t":
         return y.t()
-    if kind == "write":
-        y = y.to(y.dtype, copy=True)
-        y.add_(1)
-        return y
     return getattr(y, kind)(*arg) if isinstance(arg, tuple) else getattr(y, kind)(arg)
 
 
