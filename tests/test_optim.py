@@ -196,7 +196,7 @@ SCHEDULERS: list[tuple[optim.Schedule, Callable[[Any], Any]]] = [
         lambda o: torch.optim.lr_scheduler.SequentialLR(
             o,
             [
-                torch.optim.lr_scheduler.LambdaLR(o, lambda t: t / 4),
+                torch.optim.lr_scheduler.LambdaLR(o, lambda t: (t + 1) / 5),
                 torch.optim.lr_scheduler.CosineAnnealingLR(o, 8, eta_min=0.01),
             ],
             milestones=[4],
@@ -207,7 +207,7 @@ SCHEDULERS: list[tuple[optim.Schedule, Callable[[Any], Any]]] = [
         lambda o: torch.optim.lr_scheduler.SequentialLR(
             o,
             [
-                torch.optim.lr_scheduler.LambdaLR(o, lambda t: t / 4),
+                torch.optim.lr_scheduler.LambdaLR(o, lambda t: (t + 1) / 5),
                 torch.optim.lr_scheduler.LinearLR(o, 1.0, 0.2, total_iters=8),
             ],
             milestones=[4],
@@ -216,7 +216,7 @@ SCHEDULERS: list[tuple[optim.Schedule, Callable[[Any], Any]]] = [
     (
         optim.wsd(0.1, 3, 4, 5, end=0.0),
         lambda o: torch.optim.lr_scheduler.LambdaLR(
-            o, lambda t: t / 3 if t < 3 else 1.0 if t < 7 else max(0.0, 1 - (t - 7) / 5)
+            o, lambda t: (t + 1) / 4 if t < 3 else 1.0 if t < 7 else max(0.0, 1 - (t - 7) / 5)
         ),
     ),
 ]
@@ -347,11 +347,14 @@ def test_a_nan_gradient_is_not_hidden_by_clipping() -> None:
 
 
 BAD: list[tuple[Callable[[], Any], list[str]]] = [
-    (lambda: optim.adamw(lr=0.0), ["adamw(lr=0.0, b1=0.9", "lr is 0.0", "a learning rate is positive", "lr=3e-4"]),
+    (lambda: optim.adamw(lr=-1.0), ["adamw(lr=-1.0, b1=0.9", "lr is -1.0", "finite and not negative", "lr=3e-4"]),
+    (lambda: optim.sgd(torch.tensor([0.1])), ["lr is tensor([0.1000])"]),
+    (lambda: optim.sgd(1e39), ["lr is 1e+39"]),
     (lambda: optim.adamw(lr=math.nan), ["lr is nan"]),
     (lambda: optim.adamw(lr="1e-3"), ["lr is '1e-3'"]),  # type: ignore[arg-type]
     (lambda: optim.adamw(0.1, b1=1.0, b2=-0.1), ["2 problems", "b1 is 1.0", "b2 is -0.1", "at least 0 and below 1"]),
     (lambda: optim.adamw(-1.0, eps=0.0, weight_decay=-1.0), ["3 problems", "lr is -1.0", "eps is 0.0"]),
+    (lambda: optim.adamw(0.1, eps=1e-50), ["eps is 1e-50", "also in float32"]),
     (lambda: optim.sgd(0.1, momentum=1.5), ["momentum is 1.5"]),
     (lambda: optim.sgd(0.1, nesterov=True), ["Nesterov's momentum needs momentum > 0", "nesterov=False"]),
     (lambda: optim.sgd(0.1, weight_decay=math.inf), ["weight_decay is inf"]),
@@ -391,6 +394,60 @@ def test_gradients_of_another_structure_or_shape_are_refused() -> None:
     assert "2 problems" in str(caught.value)
     assert "adamw.update at params['norm']" in str(caught.value)
     assert "shape [6], where the parameter has [4, 6]" in str(caught.value)
+
+
+@pytest.mark.parametrize("optimizer", [optim.adamw, optim.sgd])
+@pytest.mark.parametrize("lr", [0, 0.0, torch.tensor(0.0), optim.constant(0.0), lambda step: 0])
+def test_a_rate_of_0_moves_nothing(optimizer: Callable[..., optim.Transform], lr: Any) -> None:
+    assert_close(ours(optimizer(lr)), tensors(0))
+
+
+def test_a_rate_may_be_a_tensor_without_dims() -> None:
+    assert_close(ours(optim.adamw(torch.tensor(0.25))), ours(optim.adamw(0.25)))
+
+
+RATES: list[Callable[[Any], Any]] = [
+    lambda step: 0.1 * math.cos(0.2 * step),
+    lambda step: 0.1 if step < 3 else 0.05,
+    lambda step: {0: 0.3, 1: 0.2}.get(step, 0.1),
+    lambda step: 0.1 * torch.cos(0.2 * step.to(torch.float64)),
+    lambda step: torch.where(step < 3, 0.1, 0.05),
+    lambda step: optim.cosine(0.1, 10)(step) * 2,
+    lambda step: 1 / (1 + step),
+    lambda step: torch.tensor(0.1),
+]
+
+
+@pytest.mark.parametrize("rate", RATES)
+def test_a_schedule_may_be_any_function_of_the_step(rate: Callable[[Any], Any]) -> None:
+    def value(step: int) -> float:
+        try:
+            return float(rate(step))
+        except (TypeError, AttributeError):
+            return float(rate(torch.tensor(step)))
+
+    params = tensors(0)
+    for step in range(6):
+        params = tree.map(lambda p, g, step=step: p - value(step) * g, params, tensors(step + 1))
+    assert_close(ours(optim.sgd(rate)), params)
+    assert_close(ours(optim.scale_by_schedule(lambda step: -value(step))), params)
+
+
+BAD_RATES: list[tuple[Callable[[Any], Any], list[str]]] = [
+    (lambda step: math.nan, ["nan at step 0"]),
+    (lambda step: -0.1, ["-0.1 at step 0", "not below 0"]),
+    (lambda step: 1e39, ["1e+39 at step 0", "the size of a float32"]),
+    (lambda step: torch.ones(2), ["a tensor of shape [2]"]),
+    (lambda step: step.missing, ["'missing'", "as an int and as a tensor"]),
+]
+
+
+@pytest.mark.parametrize(("rate", "said"), BAD_RATES)
+def test_a_bad_schedule_is_named(rate: Callable[[Any], Any], said: list[str]) -> None:
+    with pytest.raises(OptimizerError) as caught:
+        optim.adamw(rate)
+    for part in ["adamw(...), whose schedule is <lambda> (", "test_optim.py:", *said]:
+        assert part in str(caught.value)
 
 
 def test_a_mask_of_another_structure_is_refused() -> None:

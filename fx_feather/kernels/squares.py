@@ -14,7 +14,7 @@ _MOST, _LEAST = 1 << 17, 1 << 12
 
 
 def sum_squares(x: Tensor, factor: Tensor) -> Tensor:
-    """`((x * factor) ** 2).sum()`, in float32 or wider.
+    """`((x * factor) ** 2).sum()`, in float64: the sum of what float32 holds has no overflow.
 
     On a CPU the squares of `x` alone are summed, and the factor comes last: operators of torch take three passes.
     Where such squares are too large or too small for their dtype, `x` meets the factor first, in float64.
@@ -24,10 +24,10 @@ def sum_squares(x: Tensor, factor: Tensor) -> Tensor:
         factor: float[], on the device of `x`.
 
     Returns:
-        float[], in the dtype of `x`, or float32 if that is wider.
+        float64[].
 
     >>> sum_squares(torch.tensor([3.0, 4.0]), torch.tensor(2.0))
-    tensor(100.)
+    tensor(100., dtype=torch.float64)
     """
     return _many([[x, factor]])[0]
 
@@ -37,10 +37,13 @@ def _many(calls: list[list[Tensor]]) -> list[Tensor]:
     dtype = _wide(calls[0][0].dtype)
     if calls[0][0].device.type != "cpu":
         # To look at numbers would wait for the device.
-        return [torch.linalg.vector_norm(x.to(dtype) * factor.to(dtype)).square() for x, factor in calls]
+        return [
+            torch.linalg.vector_norm(x.to(dtype) * factor.to(dtype), dtype=torch.float64).square()
+            for x, factor in calls
+        ]
     number = {k: factor.item() for k, factor in {id(factor): factor for _, factor in calls}.items()}
     totals = [_on_cpu(x.reshape(-1).to(dtype), number[id(factor)]) for x, factor in calls]
-    return list(torch.tensor(totals, dtype=dtype).unbind())
+    return list(torch.tensor(totals, dtype=torch.float64).unbind())
 
 
 def _on_cpu(flat: Tensor, by: float) -> float:
@@ -89,7 +92,7 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
 
 
 def _shape(x: Tensor, factor: Tensor) -> Tensor:
-    return x.new_empty((), dtype=_wide(x.dtype))
+    return x.new_empty((), dtype=torch.float64)
 
 
 _library = torch.library.Library("fx_feather", "FRAGMENT")

@@ -42,7 +42,8 @@ def adamw(
     Its state is `{"step": int64[], "mu": ..., "nu": ...}`, the moments in float32 or wider.
 
     Args:
-        lr: a positive number, or a function from the step (the number of updates done, 0 at the first) to the rate.
+        lr: a number, or a function from the step (the number of updates done, 0 at the first) to the rate: a schedule,
+            or one in Python, which may branch on the step.
         b1: decay of the first moment.
         b2: decay of the second moment.
         eps: added to the root of the second moment.
@@ -68,7 +69,7 @@ def adamw(
         settings,
         [lr_check(lr), rate_check("b1", b1), rate_check("b2", b2), eps_check(eps), decay_check(weight_decay)],
     )
-    schedule = as_schedule(lr)
+    schedule = as_schedule(lr, "adamw")
     one_leaf = block(ft.partial(leaf.adamw_step_leaf, b1=b1, b2=b2, eps=eps), name="adamw")
 
     def init(params: tree.Tree) -> tree.Tree:

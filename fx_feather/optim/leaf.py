@@ -137,6 +137,11 @@ def max_abs_leaf(x: Tensor) -> Tensor:
     return wide(x).abs().amax()
 
 
+def finite_leaf(x: Tensor, what: str) -> Tensor:
+    """The number itself, which must be finite for the step to go on."""
+    return torch.ops.fx_feather.finite(x, what)
+
+
 def total_leaf(*parts: Tensor) -> Tensor:
     """The sum of some 0-dim tensors, in the widest of their dtypes."""
     return _stacked(parts).sum()
@@ -168,6 +173,7 @@ zeros = block(zeros_leaf, name="zeros")
 applied = block(apply_leaf, name="apply_updates")
 sum_squares = block(sum_squares_leaf, name="sum_squares")
 max_abs = block(max_abs_leaf, name="max_abs")
+finite = block(finite_leaf, name="finite")
 total = block(total_leaf, name="total")
 root_of_sum = block(root_of_sum_leaf, name="root_of_sum")
 largest = block(largest_leaf, name="largest")

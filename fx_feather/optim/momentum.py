@@ -35,7 +35,8 @@ def sgd(
     Its state is `{"step": int64[], "velocity": ...}`, the velocity in float32 or wider, and absent without momentum.
 
     Args:
-        lr: a positive number, or a function from the step (the number of updates done, 0 at the first) to the rate.
+        lr: a number, or a function from the step (the number of updates done, 0 at the first) to the rate: a schedule,
+            or one in Python, which may branch on the step.
         momentum: decay of the velocity; 0 for none.
         nesterov: whether the direction is taken one step ahead.
         weight_decay: times the parameter, added to the gradient.
@@ -56,7 +57,7 @@ def sgd(
         settings,
         [lr_check(lr), rate_check("momentum", momentum), _lookahead(momentum, nesterov), decay_check(weight_decay)],
     )
-    schedule = as_schedule(lr)
+    schedule = as_schedule(lr, "sgd")
 
     def init(params: tree.Tree) -> tree.Tree:
         return {"step": first_step(params)} | ({"velocity": zeros(params)} if momentum else {})

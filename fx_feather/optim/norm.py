@@ -45,7 +45,7 @@ def global_norm(values: tree.Tree, ord: float = 2) -> Tensor:
 
 
 def scaled_norm(grads: tree.Tree, factor: Factor) -> Tensor:
-    """The global norm of a factor times the gradients."""
+    """The global norm of a factor times the gradients; with a factor, in float64, so that none overflows."""
     leaves = _not_empty(grads)
     if not leaves:
         return torch.zeros(())
@@ -78,6 +78,7 @@ def clip_by_global_norm(max_norm: float) -> Transform:
 
     Raises:
         OptimizerError: a maximum that is not positive.
+        NonFiniteError: in a compiled step, a norm of another transform's updates that is not finite; before the update.
 
     >>> clip, params = clip_by_global_norm(1.0), {"w": torch.zeros(2)}
     >>> clip.update({"w": torch.tensor([3.0, 4.0])}, clip.init(params), params)
@@ -97,12 +98,20 @@ def clip_by_global_norm(max_norm: float) -> Transform:
         return {"norm": torch.zeros((), dtype=dtype, device=device(leaves))}
 
     def update(grads: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
-        factor, state = rescale(grads, state, None)
-        return multiplied(grads, factor), state
+        norm = scaled_norm(grads, torch.ones((), dtype=torch.float64, device=device(tree.leaves(grads))))
+        return multiplied(grads, clipping(norm)), {"norm": norm.to(state["norm"].dtype)}
+
+    def clipping(norm: Tensor) -> Tensor:
+        return (max_norm / (norm + 1e-6)).clamp(max=1.0)
 
     def rescale(grads: tree.Tree, state: tree.Tree, factor: Factor) -> tuple[Factor, tree.Tree]:
-        norm = scaled_norm(grads, factor)
-        clip = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-        return clip if factor is None else factor * clip, {"norm": norm.to(state["norm"].dtype)}
+        if factor is None:
+            # Updates of another transform: unlike that of gradients, nobody has looked at their norm yet.
+            factor = torch.ones((), dtype=torch.float64, device=device(tree.leaves(grads)))
+            norm = leaf.finite(scaled_norm(grads, factor), f"{what}: the norm of what it clips")
+        else:
+            norm = scaled_norm(grads, factor)
+        return factor * clipping(norm), {"norm": norm.to(state["norm"].dtype)}
 
-    return Transform(init, update, text("clip_by_global_norm", {"max_norm": max_norm}), rescale=rescale)
+    what = text("clip_by_global_norm", {"max_norm": max_norm})
+    return Transform(init, update, what, rescale=rescale)

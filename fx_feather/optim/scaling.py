@@ -1,15 +1,20 @@
 """Parts to chain that scale updates, or add decayed weights to them."""
 
+import dataclasses
+import math
 from collections.abc import Callable
+from typing import Any
 
-from torch import Tensor
+import torch
 
 from fx_feather import tree
 from fx_feather.errors import OptimizerError
 from fx_feather.settings import check, is_finite, text
 
 from . import leaf
-from .transform import DecayMask, Transform, decay_check, decays, first_step, rows, scaled, stateless
+from .computed import LARGEST
+from .schedules import as_schedule
+from .transform import DecayMask, Factor, Transform, decay_check, decays, device, first_step, rows, scaled, stateless
 
 
 def scale(factor: float) -> Transform:
@@ -26,16 +31,30 @@ def scale(factor: float) -> Transform:
         OptimizerError,
         "scale",
         {"factor": factor},
-        [("factor", is_finite(factor), "a factor is finite", "factor=-1e-3")],
-    )
-    return stateless(
-        lambda grads, params: scaled(grads, float(factor)),
-        text("scale", {"factor": factor}),
+        [
+            (
+                "factor",
+                is_finite(factor) and abs(factor) <= LARGEST,
+                "a factor is finite, also in float32",
+                "factor=-1e-3",
+            )
+        ],
     )
 
+    def rescale(grads: tree.Tree, state: tree.Tree, before: Factor) -> tuple[Factor, tree.Tree]:
+        # In float64: the product of two factors is taken before it meets a leaf.
+        if before is None:
+            before = torch.ones((), device=device(tree.leaves(grads)))
+        return before.to(torch.float64) * float(factor), state
 
-def scale_by_schedule(schedule: Callable[[Tensor], Tensor]) -> Transform:
+    plain = stateless(lambda grads, params: scaled(grads, float(factor)), text("scale", {"factor": factor}))
+    return dataclasses.replace(plain, rescale=rescale)
+
+
+def scale_by_schedule(schedule: Callable[[Any], Any]) -> Transform:
     """Multiplies all updates by a function of the step; its state is `{"step": int64[]}`.
+
+    It is a schedule, or a function in Python, which may branch on the step.
 
     Raises:
         OptimizerError: a schedule that cannot be called.
@@ -59,11 +78,13 @@ def scale_by_schedule(schedule: Callable[[Tensor], Tensor]) -> Transform:
         ],
     )
 
+    computed = as_schedule(schedule, "scale_by_schedule", least=-math.inf)
+
     def init(params: tree.Tree) -> tree.Tree:
         return {"step": first_step(params)}
 
     def update(grads: tree.Tree, state: tree.Tree, params: tree.Tree) -> tuple[tree.Tree, tree.Tree]:
-        factor = schedule(state["step"])
+        factor = computed(state["step"])
         return scaled(grads, factor), {"step": state["step"] + 1}
 
     return Transform(init, update, text("scale_by_schedule", settings))

@@ -11,13 +11,15 @@ from torch import Tensor
 from fx_feather.errors import OptimizerError
 from fx_feather.settings import check, is_count, is_finite, text
 
+from .computed import LARGEST, Computed
+
 
 @dataclass(frozen=True, repr=False)
 class Schedule:
     """A function from the number of updates done so far (0 at the first) to a 0-dim float64 tensor.
 
-    It has no branch on the value of the step, so that it can be traced. Any function from a tensor to a tensor can
-    stand in for one.
+    It has no branch on the value of the step, so that it can be traced. Any function of the step can stand in for one:
+    it is called with a Python int at each step, outside of the program.
 
     >>> schedule = linear(1.0, 0.0, steps=4)
     >>> schedule
@@ -68,53 +70,61 @@ def cosine(init: float, steps: int, end: float = 0.0) -> Schedule:
 
 
 def warmup_linear(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0) -> Schedule:
-    """From 0 in a line to `peak` at step `warmup_steps`, then in a line to `end` at step `total_steps`.
+    """In a line to `peak` at step `warmup_steps`, then in a line to `end` at step `total_steps`.
+
+    The first step has the rate `peak / (warmup_steps + 1)`: an update by a rate of 0 would be a step for nothing.
 
     Raises:
         OptimizerError: a warm-up longer than the whole, or values that are negative or not finite.
 
-    >>> [float(warmup_linear(1.0, 2, 4)(step)) for step in range(6)]
-    [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+    >>> [float(warmup_linear(1.0, 3, 5)(step)) for step in range(6)]
+    [0.25, 0.5, 0.75, 1.0, 0.5, 0.0]
     """
     settings = {"peak": peak, "warmup_steps": warmup_steps, "total_steps": total_steps, "end": end}
     return _warmed("warmup_linear", settings, _line)
 
 
 def warmup_cosine(peak: float, warmup_steps: int, total_steps: int, end: float = 0.0) -> Schedule:
-    """From 0 in a line to `peak` at step `warmup_steps`, then along half a cosine to `end` at step `total_steps`.
+    """In a line to `peak` at step `warmup_steps`, then along half a cosine to `end` at step `total_steps`.
+
+    The first step has the rate `peak / (warmup_steps + 1)`: an update by a rate of 0 would be a step for nothing.
 
     Raises:
         OptimizerError: a warm-up longer than the whole, or values that are negative or not finite.
 
-    >>> [round(float(warmup_cosine(1.0, 2, 4)(step)), 6) for step in range(6)]
-    [0.0, 0.5, 1.0, 0.5, 0.0, 0.0]
+    >>> [round(float(warmup_cosine(1.0, 3, 5)(step)), 6) for step in range(6)]
+    [0.25, 0.5, 0.75, 1.0, 0.5, 0.0]
     """
     settings = {"peak": peak, "warmup_steps": warmup_steps, "total_steps": total_steps, "end": end}
     return _warmed("warmup_cosine", settings, _half_cosine)
 
 
 def wsd(peak: float, warmup: int, stable: int, decay: int, end: float = 0.0) -> Schedule:
-    """Warm-up, stable, decay: `warmup` steps from 0 to `peak`, `stable` steps at it, `decay` steps in a line to `end`.
+    """Warm-up, stable, decay: `warmup` steps up to `peak`, `stable` steps at it, `decay` steps in a line to `end`.
+
+    The first step has the rate `peak / (warmup + 1)`.
 
     Source: Hu et al., MiniCPM, section 4, with a linear decay.
 
     Raises:
         OptimizerError: a decay of no steps, or values that are negative or not finite.
 
-    >>> [float(wsd(1.0, 2, 2, 2)(step)) for step in range(7)]
-    [0.0, 0.5, 1.0, 1.0, 1.0, 0.5, 0.0]
+    >>> [float(wsd(1.0, 3, 2, 2)(step)) for step in range(8)]
+    [0.25, 0.5, 0.75, 1.0, 1.0, 1.0, 0.5, 0.0]
     """
     settings = {"peak": peak, "warmup": warmup, "stable": stable, "decay": decay, "end": end}
     counts = [("warmup", 0), ("stable", 0), ("decay", 1)]
     # Validated before the pieces are made: their lengths are sums of the counts.
     _check("wsd", settings, counts)
     tail = _joined(lambda t: torch.full_like(t, peak), _line(peak, end, decay), stable)
-    return Schedule(text("wsd", settings), _joined(_line(0.0, peak, warmup), tail, warmup))
+    return Schedule(text("wsd", settings), _joined(_warmup(peak, warmup), tail, warmup))
 
 
-def as_schedule(lr: float | Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
-    """A number becomes a constant schedule; a schedule, or any function of the step, stays as it is."""
-    return lr if callable(lr) else constant(lr)
+def as_schedule(lr: Any, call: str, least: float = 0) -> Callable[[Tensor], Tensor]:
+    """A number becomes a constant schedule, a schedule stays as it is, and Python computes any other function."""
+    if isinstance(lr, Schedule):
+        return lr
+    return Computed(lr, f"{call}(...)", least) if callable(lr) else constant(float(lr))
 
 
 Rule = Callable[[Tensor], Tensor]
@@ -122,6 +132,10 @@ Rule = Callable[[Tensor], Tensor]
 
 def _line(init: float, end: float, steps: int) -> Rule:
     return lambda t: init + (end - init) * _progress(t, steps)
+
+
+def _warmup(peak: float, steps: int) -> Rule:
+    return _line(peak / (steps + 1), peak, steps)
 
 
 def _half_cosine(init: float, end: float, steps: int) -> Rule:
@@ -142,7 +156,7 @@ def _joined(first: Rule, second: Rule, boundary: int) -> Rule:
 def _warmed(name: str, settings: dict[str, Any], after: Callable[[float, float, int], Rule]) -> Schedule:
     _check(name, settings, [("warmup_steps", 0), ("total_steps", 1)])
     peak, warmup, total, end = settings.values()
-    rule = _joined(_line(0.0, peak, warmup), after(peak, end, total - warmup), warmup)
+    rule = _joined(_warmup(peak, warmup), after(peak, end, total - warmup), warmup)
     return Schedule(text(name, settings), rule)
 
 
@@ -157,7 +171,12 @@ def _check(name: str, settings: dict[str, Any], counts: list[tuple[str, int]]) -
     checks = [
         (key, is_count(x, least[key]), f"{key} is an integer of at least {least[key]}", f"{key}={max(1, least[key])}")
         if key in least
-        else (key, is_finite(x, least=0), "a value of a schedule is finite and not negative", f"{key}=1e-3")
+        else (
+            key,
+            is_finite(x, least=0) and x <= LARGEST,
+            "a value of a schedule is finite and not negative",
+            f"{key}=1e-3",
+        )
         for key, x in settings.items()
     ]
     check(OptimizerError, name, settings, checks)

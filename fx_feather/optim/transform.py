@@ -12,8 +12,9 @@ from fx_feather.errors import OptimizerError, ShapeError, message, raise_all
 from fx_feather.settings import Check, is_finite
 
 from . import leaf
+from .computed import LARGEST
 
-LearningRate = float | Callable[[Tensor], Tensor]
+LearningRate = float | Tensor | Callable[[Any], Any]
 Update = Callable[[tree.Tree, tree.Tree, tree.Tree], tuple[tree.Tree, tree.Tree]]
 #: A number that all gradients are still to be multiplied by, float[]; None for 1.
 Factor = Tensor | None
@@ -205,7 +206,9 @@ def device(leaves: list[Tensor]) -> torch.device | None:
 def lr_check(lr: Any) -> Check:
     """The learning rate's rule."""
     fix = "lr=3e-4, or a schedule such as ff.warmup_cosine(peak=3e-4, warmup_steps=100, total_steps=2000)"
-    return "lr", callable(lr) or is_finite(lr, above=0), "a learning rate is positive and finite", fix
+    number = lr.item() if isinstance(lr, Tensor) and not lr.ndim else lr
+    fine = callable(lr) or (is_finite(number, least=0) and number <= LARGEST)
+    return "lr", fine, "a learning rate is finite and not negative", fix
 
 
 def rate_check(name: str, x: Any) -> Check:
@@ -215,7 +218,8 @@ def rate_check(name: str, x: Any) -> Check:
 
 def eps_check(eps: Any) -> Check:
     """The rule of Adam's eps."""
-    return "eps", is_finite(eps, above=0), "eps is positive, so that no division is by zero", "eps=1e-8"
+    fine = is_finite(eps, above=0) and torch.finfo(torch.float32).tiny <= eps <= LARGEST
+    return "eps", fine, "eps is positive, also in float32, so that no division is by zero", "eps=1e-8"
 
 
 def decay_check(x: Any) -> Check:

@@ -75,6 +75,8 @@ class Gradients:
     finish: Section
 
 
+_CHECKED = (torch.ops.fx_feather.scheduled.default, torch.ops.fx_feather.finite.default)
+
 #: Parts in which the gradients of a step are reduced at least, if none is of fewer bytes than the second number.
 _PARTS, _LEAST = 8, 1 << 20
 
@@ -217,10 +219,21 @@ def _mean_factor(count: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return count.to(dtype).reciprocal()
 
 
+def _narrowed(norm: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """A norm in the dtype of the gradients; infinite where that can't hold its square, as second moments have to."""
+    return torch.where((norm * norm).to(dtype).isinf(), math.inf, norm).to(dtype)
+
+
 def _is_cheap(unit: Unit) -> bool:
     """Whether a unit is one pointwise operator for each element, casts aside."""
     work = [n for n in unit.graph.nodes if n.op == "call_function" and n.target not in POINTWISE]
     return len(work) <= 1 and all(is_pointwise(n) for n in work)
+
+
+def _checked(program: GlobalProgram) -> list[int]:
+    """The numbers of an update that raise if they are not fine: that must be before anything is written over."""
+    found = {i for i, unit in enumerate(program.units) if any(n.target in _CHECKED for n in unit.graph.nodes)}
+    return [o for call in program.calls if call.unit in found for o in call.outs]
 
 
 def _quotient(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
@@ -264,7 +277,7 @@ def optimizer_sections(
         loss = block(_quotient, name="loss")(total, count)
         # One number, not a pass over all gradients: whoever reads them multiplies by it.
         factor = block(_mean_factor, name="mean")(count, norm_dtype)
-        norm = scaled_norm(grads, factor)
+        norm = block(_narrowed, name="norm")(scaled_norm(grads, factor), norm_dtype)
         values, new = optimizer.step(grads, old, values, factor)
         return loss, norm, values if adjust is None else adjust(values, aux), new
 
@@ -286,7 +299,7 @@ def optimizer_sections(
     program, parts = in_parts(s, program, inputs[:n], program.outputs[1])
     f = s.forward(program, [*inputs, *parts], {})
     rows = [call.rows for call in f.calls]
-    early = by_output(rows, program.outputs[:2])
+    early = by_output(rows, program.outputs[:2], _checked(program))
     s.run_forward(f, {}, set(), early)
     loss, norm = s.convert(
         [f.values[o] for o in program.outputs[:2]],

@@ -195,6 +195,9 @@ for _name in UNTAGGED.split():
     for _op in of_tensors(_name):
         register(str(_op).removeprefix("aten."), pointwise(_op))
 
+for _name in ("scheduled", "finite"):
+    register(f"fx_feather::{_name}", Rule(broadcast, text="of one number"))
+
 
 def _cast_like(call: OpCall) -> Sharding:
     # The second operand gives its dtype only, so that its shape need not fit.

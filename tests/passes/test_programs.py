@@ -117,7 +117,7 @@ def test_zero1_scatters_gradients_and_gathers_parameters_once() -> None:
     step = compiled("zero1", DP4, accumulate=2)
     assert collectives(step, "first") == collectives(step, "following") == []
     assert collectives(step, "finish") == [f"reduce: reduce_scatter@dp {TOTAL} B float32", *sum_and_count("dp")]
-    assert collectives(step, "check") == ["root_of_sum: psum@dp 4 B float32"]
+    assert collectives(step, "check") == ["root_of_sum: psum@dp 8 B float64"]
     assert collectives(step, "update") == [f"store: all_gather@dp {TOTAL // 4} B float32"]
     assert sum(c.sent_bytes for c in step.collectives() if c.operand_bytes > SCALARS) == 2 * TOTAL * 3 // 4
 
