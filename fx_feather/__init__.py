@@ -61,6 +61,9 @@ from .manual import pvary as pvary
 from .manual import reduce_scatter as reduce_scatter
 from .collectives import COLLECTIVES as COLLECTIVES
 
+# Random numbers by keys.
+from . import random as random
+
 # Rules of one's own operators, property tests of one's own models, checkpoints of others, trees, errors.
 from .rules import rule as rule
 from . import testing as testing

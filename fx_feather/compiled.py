@@ -7,6 +7,7 @@ import torch
 
 from . import param, tree
 from .backend import BACKENDS
+from .draws import LOSS, run_keys
 from .errors import BackendError, LayoutError, MeshError, ShapeError, message, raise_all
 from .explain import explain
 from .inputs import batch_leaves, parameters
@@ -84,6 +85,20 @@ class Common:
         self._simulator: Simulator | None = None
         self._runtime: Runtime | None = None
         self.program: Program
+        #: For each part of a program, the numbers of the calls in it that draw.
+        self.drawn: dict[str, tuple[int, ...]] = {}
+
+    def keys(self, part: str, step: int, microbatch: int = 0) -> list[torch.Tensor]:
+        """What the calls of a part draw by: values for its last inputs."""
+        calls, seed = self.drawn.get(part, ()), self.program.seed
+        if not calls or seed is None:
+            return []
+        device = self.device if self._runtime is None else self._runtime.device
+        return [k.to(device) for k in run_keys(seed, step, part, calls, microbatch)]
+
+    def sim_keys(self, part: str, step: int, microbatch: int = 0) -> list[list[torch.Tensor]]:
+        """`keys`, the same for every rank."""
+        return [[k] * self.mesh.size for k in self.keys(part, step, microbatch)]
 
     def trace(self, fn: Callable[..., Any], name: str) -> GlobalProgram:
         params = tree.unflatten(self.params.treedef, avals(self.params.in_use(), self.device))
@@ -153,10 +168,12 @@ class Common:
         at = _batch_dim(t)
         return tuple(n * (self.microbatches if i == at else 1) for i, n in enumerate(t.shape))
 
-    def local_microbatches(self, batch: Any, call: str) -> list[list[torch.Tensor]]:
+    def local_microbatches(self, batch: Any, call: str, step: int = 0) -> list[list[torch.Tensor]]:
+        """For each microbatch its leaves, and the keys that its calls draw by."""
         whole = [self._whole_shape(t) for t in self.batch.types]
         shapes = [t.with_(shape=n).local_shape(self.mesh) for t, n in zip(self.batch.types, whole, strict=True)]
-        return self._cut(self.batch.check(batch, shapes, call, whole))
+        cut = self._cut(self.batch.check(batch, shapes, call, whole))
+        return [[*m, *self.keys(LOSS, step, k)] for k, m in enumerate(cut)]
 
     def _cut(self, leaves: list[torch.Tensor]) -> list[list[torch.Tensor]]:
         """The microbatches of a batch, leaf by leaf along the batch dim."""
@@ -168,13 +185,12 @@ class Common:
                 out[i].append(part.contiguous())
         return out
 
-    def sim_microbatches(self, batch: Any, call: str) -> list[list[list[torch.Tensor]]]:
-        """For each microbatch and leaf, the local part of every rank."""
+    def sim_microbatches(self, batch: Any, call: str, step: int = 0) -> list[list[list[torch.Tensor]]]:
+        """For each microbatch and leaf, and each key that its calls draw by, the local part of every rank."""
         leaves = self.batch.check(batch, [self._whole_shape(t) for t in self.batch.types], call)
         cut = self._cut([x.to(self.device) for x in leaves])
-        return [
-            [list(ranks) for ranks in zip(*(self._own(m, r) for r in range(self.mesh.size)), strict=True)] for m in cut
-        ]
+        parts = [zip(*(self._own(m, r) for r in range(self.mesh.size)), strict=True) for m in cut]
+        return [[*map(list, m), *self.sim_keys(LOSS, step, k)] for k, m in enumerate(parts)]
 
     def scatter(self, values: Sequence[torch.Tensor], types: Sequence[Type]) -> list[list[torch.Tensor]]:
         return [

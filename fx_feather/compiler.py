@@ -2,21 +2,25 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from . import garbage, tree
 from .compiled import BUCKET_BYTES, Common
+from .draws import LOSS
+from .errors import FeatherError, OptionError, fail
 from .layout import Layout
 from .mesh import Mesh
 from .passes.interleave import interleave
+from .passes.microbatches import first_draw
 from .passes.overlap import overlap
 from .passes.stitch import Funcs, Stitcher
-from .passes.training import gradient_sections, loss_function, resolved
+from .passes.training import gradient_sections, key_types, loss_function, resolved
 from .program import Program, Section
 from .rules import Handwritten
-from .settings import known_options
+from .settings import check, count, known_options
+from .unit import GlobalProgram
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,12 +77,14 @@ class Compiled(Common):
         device: str | None,
         reshard: bool,
         backend: str,
+        seed: int | None,
     ):
         super().__init__(template, mesh, layout, batch, batch_dims, device, 1, backend)
         s = Stitcher(Funcs(mesh, layout, self.device))
         self._out_tree: Any
         #: Where the first results stand in the order of the tree that they become.
         self._order: list[int] = []
+        self._traced: GlobalProgram
         if isinstance(fn, ValueAndGrad):
             sections = self._differentiated(s, fn.loss_fn, reshard)
         else:
@@ -86,14 +92,17 @@ class Compiled(Common):
         for section in sections:
             overlap(section)
             section.donate()
-        self.program = Program(mesh, {x.name: x for x in sections})
+        if seed is None and (at := first_draw(self._traced)):
+            _refuse_draw(at)
+        self.drawn = {LOSS: self._traced.drawn}
+        self.program = Program(mesh, {x.name: x for x in sections}, seed if self._traced.drawn else None)
         for func in self.program.funcs():
             interleave(func.graph)
         self.out_types = tree.unflatten(self._out_tree, self._out_types)
 
     def _plain(self, s: Stitcher, fn: Callable[..., Any]) -> list[Section]:
-        program = self.trace(fn, getattr(fn, "__name__", "fn"))
-        inputs = [s.new(t) for t in (*self.params.at_rest(), *self.batch.types)]
+        self._traced = program = self.trace(fn, getattr(fn, "__name__", "fn"))
+        inputs = [s.new(t) for t in (*self.params.at_rest(), *self.batch.types, *key_types(program))]
         f = s.forward(program, inputs, dict(enumerate(self.params.in_use())))
         s.run_forward(f, {}, set())
         types = [resolved(s.types[f.values[o]]) for o in program.outputs]
@@ -103,7 +112,7 @@ class Compiled(Common):
 
     def _differentiated(self, s: Stitcher, loss_fn: Callable[..., Any], reshard: bool) -> list[Section]:
         wrapped = loss_function(loss_fn)
-        program = self.trace(wrapped, "loss")
+        self._traced = program = self.trace(wrapped, "loss")
         g = gradient_sections(s, program, self.params, self.batch.types, reshard, BUCKET_BYTES)
         n = len(self.params.types)
         reduced, results = g.finish.out_types()[:n], g.finish.out_types()[n:]
@@ -129,18 +138,19 @@ class Compiled(Common):
             inputs = run(section, inputs)
         return [inputs[i] for i in self._order] + inputs[len(self._order) :]
 
-    def __call__(self, params: Any, batch: Any) -> Any:
+    def __call__(self, params: Any, batch: Any, step: int = 0) -> Any:
         """Runs on this rank.
 
         Args:
             params: local parts, as `init_params` makes them.
             batch: this rank's part of the batch, as `shard` makes it.
+            step: random numbers differ from step to step.
 
         Returns:
             The local parts of the results, split as `out_types` says; pending sums are resolved.
         """
         run, leaves = self.runtime(), self.local_params(params, "f(params, batch)")
-        outs = self._chain(run.run, [*leaves, *self.local_microbatches(batch, "f(params, batch)")[0]])
+        outs = self._chain(run.run, [*leaves, *self.local_microbatches(batch, "f(params, batch)", step)[0]])
         return tree.unflatten(self._out_tree, outs)
 
     def whole(self, results: Any) -> Any:
@@ -153,13 +163,14 @@ class Compiled(Common):
             return results
         return tree.unflatten(self._out_tree, self.runtime().gather(tree.leaves(results), self._out_types))
 
-    def simulate(self, params: Any, batch: Any) -> Any:
+    def simulate(self, params: Any, batch: Any, step: int = 0) -> Any:
         """Runs all ranks in this process: whole values in, whole results out."""
         values = self.scatter(self.whole_params(params, "simulate(params, batch)"), self.params.at_rest())
-        outs = self._chain(self.simulator().run, [*values, *self.sim_microbatches(batch, "simulate(params, batch)")[0]])
+        data = self.sim_microbatches(batch, "simulate(params, batch)", step)[0]
+        outs = self._chain(self.simulator().run, [*values, *data])
         return tree.unflatten(self._out_tree, self.gather(outs, self._out_types))
 
-    def run_whole(self, params: Any, batch: Any) -> Any:
+    def run_whole(self, params: Any, batch: Any, step: int = 0) -> Any:
         """Runs wherever this process is: whole values in, and whole results out, the same on every rank.
 
         Under torchrun each rank takes its own part of what comes in, and the results are gathered; in one process all
@@ -167,8 +178,20 @@ class Compiled(Common):
         holds all values. What is called often keeps its values split: `f(params, batch)` with local parts.
         """
         if not self.local:
-            return self.simulate(params, batch)
-        return self.whole(self(self.shard_params(params), self.shard(batch)))
+            return self.simulate(params, batch, step)
+        return self.whole(self(self.shard_params(params), self.shard(batch), step))
+
+
+def _refuse_draw(where: str) -> NoReturn:
+    fail(
+        FeatherError,
+        call=f"compile(fn, ...), whose fn draws random numbers at {where}",
+        got="seed=None",
+        number="a draw has no seed",
+        rule="random numbers are functions of a seed and a step, and an evaluation has none of its own",
+        fix="dropout with training=False, for an evaluation; or compile(fn, ..., seed=0), and f(params, batch, step=k) "
+        "for other numbers in each call",
+    )
 
 
 def _value_order(out: dict[str, Any]) -> list[int]:
@@ -193,6 +216,7 @@ def compile(
     device: str | None = None,
     reshard: bool = True,
     backend: str = "eager",
+    seed: int | None = None,
 ) -> Compiled:
     """Compiles a pure function of parameters and a batch for a mesh and a layout.
 
@@ -208,6 +232,8 @@ def compile(
         reshard: free gathered parameters after the forward and gather them again for the backward.
         backend: `eager` runs operator by operator; `inductor` fuses them, each distinct block compiled once, with
             results that are close but not the same bits.
+        seed: what random numbers are drawn by, with the number of the step that a call is given; see `compile_step`.
+            Without one, a function that draws is refused, but for draws by keys of its own (`ff.random`).
 
     Returns:
         A `Compiled`: call it with local parts under torchrun, `simulate` it with whole values in one process, or
@@ -225,4 +251,6 @@ def compile(
     >>> f.out_types
     f32[2, 8@tp]
     """
-    return Compiled(fn, template, mesh, layout, batch, batch_dims, device, reshard, backend)
+    seeds = count(-(1 << 63), none=True)
+    check(OptionError, "compile", {"seed": seed}, [("seed", seeds, "a seed is any integer, or None", "seed=0")])
+    return Compiled(fn, template, mesh, layout, batch, batch_dims, device, reshard, backend, seed)

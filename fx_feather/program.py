@@ -175,6 +175,8 @@ class Program:
 
     mesh: Mesh
     sections: dict[str, Section]
+    #: What random numbers are drawn by; None where there are none.
+    seed: int | None = None
 
     def funcs(self) -> list[Func]:
         """Every distinct function, in order of first use."""
@@ -187,9 +189,8 @@ class Program:
 
     def text(self) -> str:
         """The whole program; equal for ranks that run the same."""
-        return "\n\n".join(
-            [repr(self.mesh), *(s.text() for s in self.sections.values()), *(f.text() for f in self.funcs())]
-        )
+        head = repr(self.mesh) if self.seed is None else f"{self.mesh!r}, random numbers of seed {self.seed}"
+        return "\n\n".join([head, *(s.text() for s in self.sections.values()), *(f.text() for f in self.funcs())])
 
     def fingerprint(self) -> str:
         """A hash of the text, compared between ranks before the first run."""

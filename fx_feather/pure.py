@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from . import tree
 from .errors import FeatherError, RuleError, fail
+from .random_ops import refuse_generator
 from .source import line_of, note_line, this_line, user_line
 
 #: Asking autograd for a gradient: a trace records operators, not what autograd makes of them.
@@ -59,6 +60,8 @@ class _Traced(TorchFunctionMode):
             _refuse_transform(self.what)
         if not transformed and (func in _TAPE or kwargs.get("requires_grad")):
             _refuse_tape(_TAPE.get(func, "requires_grad=True"), self.what, self.region)
+        if kwargs.get("generator") is not None:
+            refuse_generator(getattr(func, "__name__", str(func)), this_line())
         if func in _HOOKS:
             _refuse_hook(_HOOKS[func], self.what)
         out = func(*args, **kwargs)

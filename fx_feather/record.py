@@ -9,6 +9,7 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from .draws import Drawing, Site
 from .source import stack_of_user
 from .unit import Call, GlobalProgram, Unit
 
@@ -106,6 +107,22 @@ def record(fn: Callable[..., Sequence[torch.Tensor]], fakes: Sequence[torch.Tens
     return recorder
 
 
+def record_unit(flat: Callable[..., list[torch.Tensor]], fakes: list[torch.Tensor], name: str) -> Unit:
+    """Records a block of simple operators. Where it draws, the key is its last input."""
+    key = torch.empty(2, dtype=torch.int64, device=fakes[0].device if fakes else "cpu")
+    site = Site(lambda: key)
+
+    def drawing(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        with Drawing(site):
+            return flat(*tensors[:-1])
+
+    recorded = record(drawing, [*fakes, key], lines=True)
+    recorded.graph.eliminate_dead_code()
+    if not site.drawn:
+        recorded.graph.erase_node(list(recorded.graph.find_nodes(op="placeholder"))[-1])
+    return Unit(name, recorded.graph, recorded.constants, draws=site.drawn)
+
+
 def place(graph: fx.Graph, device: str) -> None:
     """Lets operators of a graph recorded on the meta device make their tensors on a real one."""
     for n in graph.nodes:
@@ -199,7 +216,13 @@ class CallRecorder(TorchDispatchMode):
         return out
 
     def program(
-        self, name: str, blocks: list[Unit], inputs: tuple[int, ...], outputs: tuple[int, ...], out_tree: Any
+        self,
+        name: str,
+        blocks: list[Unit],
+        inputs: tuple[int, ...],
+        outputs: tuple[int, ...],
+        out_tree: Any,
+        drawn: tuple[int, ...] = (),
     ) -> GlobalProgram:
         """What was recorded; segments are units named `name`."""
         units, calls = list(blocks), []
@@ -212,4 +235,4 @@ class CallRecorder(TorchDispatchMode):
                 graph.eliminate_dead_code()
                 units.append(Unit(name, graph, item.recorder.constants))
                 calls.append(Call(len(units) - 1, tuple(item.args), tuple(item.outs)))
-        return GlobalProgram(units, calls, inputs, outputs, out_tree)
+        return GlobalProgram(units, calls, inputs, outputs, out_tree, drawn)

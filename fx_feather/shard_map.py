@@ -19,6 +19,7 @@ from .manual import TYPED, Context, Record, check_tensors, inside, named
 from .mesh import Mesh
 from .passes.differentiate import LocalUnit, Place, linearize
 from .pure import watched
+from .random_ops import check_region
 from .rules import call_operator
 from .simulate import Simulator
 from .source import user_line
@@ -200,6 +201,7 @@ def _trace_region(
     ):
         fakes = [torch.empty(t.local_shape(mesh), dtype=t.dtype, device=device) for t in types]
         gm = make_fx(watched(flat, call, region=True))(*fakes)
+        check_region(gm.graph, call)
     _check_states(gm.graph, known, call)
     outs = list(gm.graph.output_node().args[0])
     specs = _as_specs(out_specs, len(outs), call, "out_specs")

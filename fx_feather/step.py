@@ -9,6 +9,7 @@ import torch
 
 from . import garbage, tree
 from .compiled import BUCKET_BYTES, Common
+from .draws import INIT, LOSS, UPDATE
 from .errors import AmbiguousError, NonFiniteError, OptionError, StateError, fail
 from .layout import Layout, check_rest
 from .mesh import Mesh
@@ -17,6 +18,7 @@ from .passes.differentiate import REMAT
 from .passes.fuse import fuse
 from .passes.interleave import interleave
 from .passes.matmul import MATMULS, by_onednn, check_matmul
+from .passes.microbatches import place_draws
 from .passes.overlap import overlap
 from .passes.stitch import Funcs, Stitcher
 from .passes.training import gradient_sections, loss_function, optimizer_sections
@@ -39,6 +41,7 @@ class Options:
     prefetch_bytes: int | None
     matmul: str
     backend: str
+    seed: int
 
 
 class Step(Common):
@@ -62,6 +65,7 @@ class Step(Common):
         s = Stitcher(Funcs(mesh, layout, self.device, options.remat))
         wrapped = loss_function(loss_fn)
         program = self.trace(wrapped, "loss")
+        place_draws(program, self.params.in_use(), self.batch.types, accumulate)
         self._aux_tree = wrapped.aux_tree  # type: ignore[attr-defined]
         g = gradient_sections(s, program, self.params, self.batch.types, options.reshard, bucket, accumulate)
         self._result_types = g.finish.out_types()[len(self.params.types) :]
@@ -73,15 +77,15 @@ class Step(Common):
             check_rest(zip(paths, self.params.types, strict=True))
             raise
         self._state_types, self._state_tree, self._early = u.state_types, u.state_tree, u.early
+        self.drawn = {LOSS: program.drawn, **u.drawn}
         sections = {"init": u.init, "first": g.first}
-        if g.following is not None:
-            sections["following"] = g.following
+        sections |= {"following": g.following} if g.following is not None else {}
         sections |= {"finish": g.finish, "check": u.check, "update": u.update}
         for section in sections.values():
             fuse(section)
             overlap(section, options.prefetch_bytes)
             section.donate()
-        self.program = Program(mesh, sections)
+        self.program = Program(mesh, sections, options.seed if any(self.drawn.values()) else None)
         for func in self.program.funcs():
             interleave(func.graph)
             if options.matmul == "onednn":
@@ -115,10 +119,10 @@ class Step(Common):
         params = self.init_params(seed)
         section = self.program.sections["init"]
         if self.local:
-            opt = self.runtime().run(section, tree.leaves(params))
+            opt = self.runtime().run(section, [*tree.leaves(params), *self.keys(INIT, 0)])
         else:
             values = self.scatter(tree.leaves(params), self.params.at_rest())
-            opt = self.gather(self.simulator().run(section, values), self._state_types)
+            opt = self.gather(self.simulator().run(section, [*values, *self.sim_keys(INIT, 0)]), self._state_types)
         return State(params, tree.unflatten(self._state_tree, opt), 0, not self.local)
 
     def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
@@ -139,10 +143,10 @@ class Step(Common):
         """
         call = "step(state, batch)"
         run, opt = self.runtime(), self._opt_leaves(state, call)
-        microbatches = self.local_microbatches(batch, call)
+        microbatches = self.local_microbatches(batch, call, state.step)
         # No name but the state's own may hold the old parameters, or they would outlive their update.
-        leaves = self.local_params(state.params, call)
-        new, metrics = self._step(state, leaves, opt, microbatches, run.run, run.item, run.any)
+        leaves, keys = self.local_params(state.params, call), self.keys(UPDATE, state.step)
+        new, metrics = self._step(state, leaves, opt, keys, microbatches, run.run, run.item, run.any)
         run.settle()
         return self._state(new, state), metrics
 
@@ -161,7 +165,8 @@ class Step(Common):
             dataclasses.replace(state),
             leaves,
             moments,
-            self.sim_microbatches(batch, call),
+            self.sim_keys(UPDATE, state.step),
+            self.sim_microbatches(batch, call, state.step),
             sim.run,
             lambda x: x[0].item(),
             lambda flags: [any(bool(f[i]) for f in flags) for i in range(len(flags[0]))],
@@ -235,6 +240,7 @@ class Step(Common):
         state: State,
         params: list[Any],
         opt: list[Any],
+        keys: list[Any],
         microbatches: list[list[Any]],
         run: Run,
         item: Callable[[Any], Any],
@@ -248,7 +254,7 @@ class Step(Common):
         (*reduced,) = run(sections["finish"], so_far)
         del so_far
         grads, results = reduced[:n], reduced[n:]
-        resting = [*results[2:], *opt, *params]
+        resting = [*results[2:], *opt, *params, *keys]
         checked = run(sections["check"], [*grads, *results[:2], *(resting[i] for i in self._early)])
         loss, norm, count = item(checked[0]), item(checked[1]), item(results[1])
         if not (math.isfinite(loss) and math.isfinite(norm)):
@@ -298,6 +304,7 @@ class Step(Common):
         return [*p.collectives("first"), *following, *rest]
 
 
+_BUDGET_RULE = "a budget is a number of bytes, 0 for none"
 _REMAT_RULE = "what to compute again is 'none', 'selective', 'full', or all that does not fit into a number of bytes"
 
 
@@ -320,6 +327,7 @@ def compile_step(
     prefetch_bytes: int | None = None,
     matmul: str = "aten",
     backend: str = "eager",
+    seed: int = 0,
     adjust: Callable[[Any, Any], Any] | None = None,
 ) -> Step:
     """Compiles a training step for a mesh and a layout.
@@ -352,6 +360,8 @@ def compile_step(
             may be faster there (`faster_matmul` measures it), with results that are close but not the same bits.
         backend: `eager` runs operator by operator; `inductor` fuses them, each distinct block compiled once, with
             results that are close but not the same bits.
+        seed: what dropout, `torch.rand` and their like draw by, with the number of the step: the same bits in every
+            layout, for any `accumulate`. `ff.random.seeded` gives them to the plain function on one device.
         adjust: a pure function `(params, aux) -> params`, part of the update after the optimizer's: for what moves by
             statistics of the whole batch and not by a gradient, such as the bias of a router.
 
@@ -369,7 +379,7 @@ def compile_step(
     >>> state.step, metrics["count"]
     (1, 4)
     """
-    options = Options(accumulate, device, remat, reshard, bucket_bytes, prefetch_bytes, matmul, backend)
+    options = Options(accumulate, device, remat, reshard, bucket_bytes, prefetch_bytes, matmul, backend, seed)
     settings = {"optimizer": optimizer, **dataclasses.asdict(options)}
     pair = isinstance(optimizer, Transform)
     check(
@@ -382,12 +392,8 @@ def compile_step(
             ("remat", OneOf(REMAT, numbers=0), _REMAT_RULE, "remat='none'"),
             ("reshard", lambda x: isinstance(x, bool), "parameters are gathered again, or not", "reshard=True"),
             ("bucket_bytes", count(1), "a bucket holds at least one byte", "bucket_bytes=25 << 20"),
-            (
-                "prefetch_bytes",
-                count(0, none=True),
-                "a budget is a number of bytes, 0 for none",
-                "prefetch_bytes=1 << 30",
-            ),
+            ("prefetch_bytes", count(0, none=True), _BUDGET_RULE, "prefetch_bytes=1 << 30"),
+            ("seed", count(-(1 << 63)), "a seed is any integer", "seed=0"),
             ("matmul", OneOf(MATMULS), f"the ways are {', '.join(MATMULS)}", "matmul='aten'"),
         ],
     )

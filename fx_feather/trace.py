@@ -14,10 +14,11 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_te
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import tree
+from .draws import Drawing, Key, Site, lower_graph, plain_call
 from .errors import FeatherError, ShapeError, SpecError, fail
 from .identity import identity
 from .pure import check_recorded, watched
-from .record import CallRecorder, place, record
+from .record import CallRecorder, place, record_unit
 from .source import labels, note_line, noted_line, user_line
 from .unit import Aval, GlobalProgram, Region, Unit, cut, merge_equal
 
@@ -42,8 +43,19 @@ class _Trace:
     ids: dict[Any, int] = dataclasses.field(default_factory=dict)
     regions: list[Region] = dataclasses.field(default_factory=list)
     inside: bool = False
+    device: str = "cpu"
     #: Keeps alive what the keys of `ids` name by identity, so that no new object takes its place.
     kept: list[Any] = dataclasses.field(default_factory=list)
+    #: What stands for the keys of calls that draw, by the number of the call: inputs of the program.
+    keys: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
+
+    def new_key(self, call: int | None = None) -> torch.Tensor:
+        """The key of the next call of a block that draws, or that of call 0, which is all that is outside."""
+        key = self.fakes([Aval((2,), torch.int64, self.device)])[0]
+        self.keys[1 + len(self.keys.keys() - {0}) if call is None else call] = key
+        if self.calls is not None:
+            self.calls.value(key)
+        return key
 
     def fakes(self, avals: Sequence[Aval]) -> list[torch.Tensor]:
         """Tensors without memory, which are many: a copy of one costs a tenth of a new one, or of a mode's."""
@@ -154,7 +166,7 @@ class Block:
         """
         # A block in a block is part of it: the outer one is the unit.
         if _current is None or _current.inside:
-            return [self.fn(*row) for row in rows]
+            return [plain_call(self.fn, row) for row in rows]
         alike: dict[Any, list[_Row]] = {}
         flat, table = tree.flatten(list(rows))
         with torch._C.DisableTorchFunction():  # a question about a shape is no operator
@@ -173,15 +185,18 @@ class Block:
         # Under torch.no_grad a block is another one.
         function = (self.name, identity(self.fn, _current.kept), torch.is_grad_enabled())
         results: list[Any] = [None] * len(rows)
-        for key, members in alike.items():
+        for key, (first, *_) in alike.items():
             if (function, key) not in _current.ids:
-                first = members[0]
                 _current.ids[function, key] = _trace_block(_current, self.fn, self.name, first.leaves, first.treedef)
+        drawing = {m.at for k, ms in alike.items() if _current.blocks[_current.ids[function, k]].draws for m in ms}
+        keys = {at: [_current.new_key()] for at in sorted(drawing)}
+        for key, members in alike.items():
             unit = _current.ids[function, key]
             avals, out_tree = _current.outs[unit]
             # Models have few calls, and a row each: their graph is cut between them.
             for part in [members] if _current.calls is not None else [[m] for m in members]:
-                tensors = [x for m in part for x in m.leaves if isinstance(x, torch.Tensor)]
+                operands = [x for m in part for x in (*m.leaves, *keys.get(m.at, ()))]
+                tensors = [x for x in operands if isinstance(x, torch.Tensor)]
                 outs = _emit_block(tensors, unit, len(part))
                 alone = len(avals) == 1 and out_tree.is_leaf()
                 for k, m in enumerate(part):
@@ -262,7 +277,7 @@ def _trace_block(trace: _Trace, fn: Callable[..., Any], label: str, leaves: list
     finally:
         trace.inside = False
     label_of = labels(fn, treedef)
-    for n, i in zip(unit.inputs, at, strict=True):
+    for n, i in zip(unit.inputs, at, strict=False):
         n.meta["label"] = label_of(i)
     trace.blocks.append(unit)
     trace.outs.append(([Aval.of(n.meta["val"]) for n in unit.outputs], out_tree))
@@ -292,12 +307,7 @@ def _trace_unit(
     flat: Callable[..., list[torch.Tensor]], avals: list[Aval], label: str, operators: bool = False
 ) -> Unit:
     fakes = [a.fake() for a in avals]
-    if operators:
-        recorded = record(flat, fakes, lines=True)
-        unit = Unit(label, recorded.graph, recorded.constants)
-        unit.graph.eliminate_dead_code()
-    else:
-        unit = _trace_graph(flat, fakes, label)
+    unit = (record_unit if operators else _trace_graph)(flat, fakes, label)
     for n in unit.graph.nodes:
         value = unit.constants.get(n.target) if n.op == "get_attr" else None
         if value is not None and (getattr(value, "fake_mode", None) is not None or value.is_meta):
@@ -312,12 +322,17 @@ def _trace_unit(
     return unit
 
 
-def _trace_graph(flat: Callable[..., list[torch.Tensor]], fakes: list[torch.Tensor], label: str) -> Unit:
+def _trace_graph(
+    flat: Callable[..., list[torch.Tensor]], fakes: list[torch.Tensor], label: str, key: Key = lambda: None
+) -> Unit:
+    """Traces to one graph. Where it draws, the key is its last input, or what `key` gives, as a constant."""
     gm = make_fx(watched(flat, f"{label}(...)"), pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
     check_recorded(gm.graph, f"{label}(...)")
+
+    draws = lower_graph(gm, key)
     gm.graph.eliminate_dead_code()
     constants = {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
-    return Unit(label, gm.graph, constants, _current.regions if _current else [])
+    return Unit(label, gm.graph, constants, _current.regions if _current else [], draws)
 
 
 @contextlib.contextmanager
@@ -353,14 +368,15 @@ def trace(fn: Callable[..., Any], args: Any, name: str = "main", operators: bool
     if operators:
         return _trace_calls(flat, avals, name, lambda: out_tree)
     mode = FakeTensorMode()
-    state = _Trace(mode)
+    state = _Trace(mode, device=avals[0].device if avals else "cpu")
     # As torch.func does: where a gradient is wanted is for the function itself to say, not for who calls it.
     with _tracing(state), mode, torch.enable_grad():
         # The inputs are closed over: most are parameters that only blocks use, and need no node in the outer graph.
         fakes = state.fakes(avals)
-        whole = _trace_graph(lambda: flat(*fakes), [], name)
+        whole = _trace_graph(lambda: flat(*fakes), [], name, lambda: state.new_key(0))
     merge_equal(whole.graph)
-    return cut(whole, state.blocks, fakes, labels(fn, treedef), out_tree)
+    inputs = [*fakes, *state.keys.values()]
+    return cut(whole, state.blocks, inputs, labels(fn, treedef), out_tree, tuple(state.keys))
 
 
 def _trace_calls(
@@ -369,12 +385,15 @@ def _trace_calls(
     # On the meta device an operator costs least, and no composite one has to choose its kernels.
     device = avals[0].device if avals else "cpu"
     recorder = CallRecorder()
-    state = _Trace(None, recorder)
+    state = _Trace(None, recorder, device="meta")
     tensors = state.fakes(avals)
-    inputs = tuple(recorder.value(x) for x in tensors)
-    with _tracing(state), recorder:
+    inputs = [recorder.value(x) for x in tensors]
+    site = Site(lambda: state.new_key(0))
+    with _tracing(state), recorder, Drawing(site):
         outs = flat(*tensors)
-    program = recorder.program(name, state.blocks, inputs, tuple(recorder.number(x) for x in outs), out_tree())
+    outputs = tuple(recorder.number(x) for x in outs)
+    drawn = {call: recorder.number(x) for call, x in state.keys.items()}
+    program = recorder.program(name, state.blocks, (*inputs, *drawn.values()), outputs, out_tree(), tuple(drawn))
     for unit in program.units:
         place(unit.graph, device)
     return program

@@ -45,6 +45,8 @@ class Unit:
     graph: fx.Graph
     constants: dict[str, torch.Tensor]
     regions: list["Region"] = dataclasses.field(default_factory=list)
+    #: For a block, whether it draws random numbers: its last input is then the key of the call, int64[2].
+    draws: bool = False
 
     @property
     def inputs(self) -> list[fx.Node]:
@@ -75,13 +77,17 @@ class Call(NamedTuple):
 
 @dataclasses.dataclass
 class GlobalProgram:
-    """The model as traced: whole shapes, one device, no collectives; a list of calls of units over numbered values."""
+    """The model as traced: whole shapes, one device, no collectives; a list of calls of units over numbered values.
+
+    The last of the inputs are keys, int64[2] each: `drawn` has the number of the call that draws by each.
+    """
 
     units: list[Unit]
     calls: list[Call]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     out_tree: Any
+    drawn: tuple[int, ...] = ()
 
     def dim_names(self) -> set[str]:
         """All dim names that some `constrain` uses."""
@@ -106,7 +112,7 @@ class Region:
 
 
 def merge_equal(graph: fx.Graph) -> None:
-    """Makes one node of nodes that compute the same; a global program has no effects and no random numbers."""
+    """Makes one node of nodes that compute the same; a global program has no effects, and draws by key and number."""
     seen: dict[Any, fx.Node] = {}
     for n in list(graph.nodes):
         if n.op != "call_function" or "operands" in n.meta:
@@ -133,7 +139,12 @@ def _hashable(x: Any) -> Any:
 
 
 def cut(
-    whole: Unit, blocks: list[Unit], inputs: list[torch.Tensor], label: Callable[[int], str], out_tree: Any
+    whole: Unit,
+    blocks: list[Unit],
+    inputs: list[torch.Tensor],
+    label: Callable[[int], str],
+    out_tree: Any,
+    drawn: tuple[int, ...] = (),
 ) -> GlobalProgram:
     """Cuts the outer graph at its block nodes: what lies between two blocks becomes a unit of its own.
 
@@ -143,6 +154,7 @@ def cut(
         inputs: the program's inputs; in the outer graph they stand as constants.
         label: what to call an input in messages, by its number.
         out_tree: structure of the results.
+        drawn: the numbers of the calls that draw, whose keys are the last inputs.
     """
     units, calls = list(blocks), []
     of_input = {id(x): i for i, x in enumerate(inputs)}
@@ -154,7 +166,7 @@ def cut(
     }
     for n, k in number.items():
         n.meta.setdefault("val", inputs[k])
-        n.meta["label"] = label(k)
+        n.meta["label"] = label(k) if k < len(inputs) - len(drawn) else "the key"
     outside, count = frozenset(number), len(inputs)
 
     def new(key: Any) -> int:
@@ -193,8 +205,10 @@ def cut(
         if "operands" in n.meta:
             # What lies before a block becomes a unit, whether this block needs it or a later one.
             flush()
+            # Nodes may have been replaced since: those among the operands are the arguments as they are now.
+            nodes = iter(n.args[0])
             operands = n.meta["operands"]
-            args = tuple(of_input[id(x)] if isinstance(x, torch.Tensor) else number[x] for x in operands)
+            args = tuple(of_input[id(x)] if isinstance(x, torch.Tensor) else number[next(nodes)] for x in operands)
             results = range(len(blocks[n.args[1]].outputs) * n.args[2])
             calls.append(Call(n.args[1], args, tuple(new((n, i)) for i in results), n.args[2]))
         elif n.target is operator.getitem and "operands" in n.args[0].meta:
@@ -202,4 +216,5 @@ def cut(
         else:
             pending.append(n)
     flush()
-    return GlobalProgram(units, calls, tuple(range(len(inputs))), tuple(number[n] for n in whole.outputs), out_tree)
+    outputs = tuple(number[n] for n in whole.outputs)
+    return GlobalProgram(units, calls, tuple(range(len(inputs))), outputs, out_tree, drawn)

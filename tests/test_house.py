@@ -40,7 +40,7 @@ FLOORS = (
     {"layout"},
     {"collectives", "kernels"},
     {"rules"},
-    {"unit", "source", "pure"},
+    {"unit", "source", "pure", "random_ops", "draws", "random"},
     {"record", "trace"},
     {"nn", "models", "optim"},
     {"program"},

@@ -11,6 +11,7 @@ from torch import fx
 from ..errors import AmbiguousError, RuleError, ShapeError, SpecError, fail, raise_all
 from ..layout import Layout, undivided
 from ..mesh import Mesh
+from ..random_ops import refuse_kind
 from ..rules import Conflict, OpCall, Operand, Rule, Sharding, lookup, solve
 from ..rules.local import fill
 from ..source import label, user_line
@@ -199,14 +200,7 @@ def _unruled(
 ) -> Rule:
     """An operator without a rule may take whole values, and computes the same on every rank."""
     if torch.Tag.nondeterministic_seeded in getattr(n.target, "tags", ()):
-        fail(
-            RuleError,
-            call=f"{n.target} at {user_line(where or n)}",
-            got="an operator that draws random numbers",
-            number="1 draw would be another one on each rank",
-            rule="a global program has no random numbers: each rank would draw its own",
-            fix="draw outside, and pass the values as an argument of the function, such as a leaf of the batch",
-        )
+        refuse_kind(n.target, user_line(where or n))
     schema = getattr(n.target, "_schema", None)
     # torch.tensor(...) records a detach_, which writes nothing.
     in_place = schema is not None and schema.is_mutable and n.target is not torch.ops.aten.detach_.default

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from .. import tree
+from ..draws import INIT, UPDATE
 from ..errors import ShapeError, fail
 from ..layout import ParamTypes
 from ..optim import Transform, leaf
@@ -66,8 +67,8 @@ class Parameters:
 class Gradients:
     """The sections that make gradients.
 
-    `first` takes parameters and a microbatch, and gives unreduced gradients and results; `following` takes also what
-    there is so far, and adds to it; `finish` reduces both.
+    `first` takes parameters, a microbatch and keys to draw by, and gives unreduced gradients and results; `following`
+    takes also what there is so far, and adds to it; `finish` reduces both.
     """
 
     first: Section
@@ -116,7 +117,7 @@ def gradient_sections(
 
     def microbatch(name: str, before: Sequence[int] | None) -> Section:
         at_rest = [s.new(t) for t in params.at_rest()]
-        data = [s.new(t) for t in batch]
+        data = [s.new(t) for t in (*batch, *key_types(program))]
         f = s.forward(program, [*at_rest, *data], dict(enumerate(params.in_use())))
         if not wanted:
             varying: dict[int, frozenset[str]] = {g: frozenset() for g in program.inputs[:n]}
@@ -179,6 +180,11 @@ def gradient_sections(
     return Gradients(first, following, finish)
 
 
+def key_types(program: GlobalProgram) -> list[Type]:
+    """Types of the keys that a program draws by: its last inputs."""
+    return [Type(torch.int64, (2,), ((),))] * len(program.drawn)
+
+
 def _reduced_results(s: Stitcher, values: Sequence[int]) -> list[int]:
     """Sum, count and auxiliary values; scalars of all dtypes travel together, as float64, exact for counts to 2^53."""
     types = [s.types[v] for v in values]
@@ -204,7 +210,8 @@ class Updates:
 
     `init` gives the optimizer's state from the parameters; `check` gives the loss, the gradients' norm and what
     `update` needs of both; `update` gives new parameters and state. The state's types and structure belong to it.
-    `early` are the places, in the list of all state and parameters, of those that `check` reads after the gradients.
+    `early` are the places, in the list of all state, parameters and keys, of those that `check` reads after the
+    gradients. `drawn` are the numbers of the calls that draw, whose keys are the last inputs of `init` and `update`.
     """
 
     init: Section
@@ -213,6 +220,7 @@ class Updates:
     state_types: list[Type]
     state_tree: Any
     early: list[int]
+    drawn: dict[str, tuple[int, ...]]
 
 
 def _mean_factor(count: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -265,7 +273,7 @@ def optimizer_sections(
 
     at_rest = params.at_rest()
     init_program = trace(optimizer.init, (build(avals(at_rest, device)),), "optimizer.init", operators=True)
-    resting = [s.new(t) for t in at_rest]
+    resting = [s.new(t) for t in (*at_rest, *key_types(init_program))]
     f = s.forward(init_program, resting, dict(enumerate(t.opt for t in params.types)))
     s.run_forward(f, {}, set())
     state_types = [resolved(t) for t in f.out_types()]
@@ -295,7 +303,7 @@ def optimizer_sections(
         "optimizer",
         operators=True,
     )
-    inputs = [*s.like(reduced), *(s.new(t) for t in (*state_types, *at_rest))]
+    inputs = [*s.like(reduced), *(s.new(t) for t in (*state_types, *at_rest, *key_types(program)))]
     program, parts = in_parts(s, program, inputs[:n], program.outputs[1])
     f = s.forward(program, [*inputs, *parts], {})
     rows = [call.rows for call in f.calls]
@@ -328,7 +336,8 @@ def optimizer_sections(
     new_state = s.convert(outs[n:], state_types, "optimizer.state")
     outs = s.contiguous([*new_params, *new_state])
     section = s.section("update", [*carried, *passed, *rest], outs)
-    return Updates(init, check, section, state_types, init_program.out_tree, at)
+    drawn = {INIT: init_program.drawn, UPDATE: program.drawn}
+    return Updates(init, check, section, state_types, init_program.out_tree, at, drawn)
 
 
 def loss_function(loss_fn: Callable[..., Any]) -> Callable[..., list[torch.Tensor]]:

@@ -8,6 +8,7 @@ from . import index as _index
 from . import loss as _loss
 from . import matmul as _matmul
 from . import norm as _norm
+from . import random as _random
 from . import reduce as _reduce
 from . import view as _view
 from .handwritten import Handwritten as Handwritten
@@ -25,7 +26,7 @@ from .solve import Conflict as Conflict
 from .solve import Solution as Solution
 from .solve import solve as solve
 
-FAMILIES = (_attention, _experts, _index, _loss, _matmul, _norm, _reduce, _view)
+FAMILIES = (_attention, _experts, _index, _loss, _matmul, _norm, _random, _reduce, _view)
 
 
 _pointwise_rule = ft.cache(_pointwise)

@@ -1,22 +1,11 @@
 """The rule of scaled dot-product attention: batch and heads split, sequence and head dim stay whole."""
 
-from ..errors import RuleError, fail
 from .pointwise import sets
 from .rule import Dim, Factors, OpCall, Operand, Rule, Sharding, register
 
 
 def _attention(call: OpCall) -> Sharding:
     q, k, v = call.operands[:3]
-    dropout = call.arg(4, "dropout_p", 0.0)
-    if dropout:
-        fail(
-            RuleError,
-            call="scaled_dot_product_attention(...)",
-            got=f"dropout_p={dropout}",
-            number=f"the probability is {dropout}",
-            rule="a global program has no random numbers: each rank would draw its own",
-            fix="dropout_p=0.0",
-        )
     grouped = bool(call.kwargs.get("enable_gqa", False)) and q.ndim > 2
     causal = bool(call.arg(5, "is_causal", False))
     lead = call.outs[0].shape[:-2]

@@ -11,6 +11,7 @@ import torch
 from .. import tree
 from ..compiled import BUCKET_BYTES, Common
 from ..compiler import compile, value_and_grad
+from ..draws import INIT, UPDATE, seeded
 from ..errors import message
 from ..layout import Layout, Precision
 from ..mesh import Mesh
@@ -108,7 +109,7 @@ def assert_equivalent(
         dtype: in which parameters and floating leaves of the batch are taken; the layout's precision is then left out,
             since it changes what is computed. None keeps all of them as they are, at a larger `rtol`.
         rtol: the largest relative error that passes.
-        seed: of the initial values.
+        seed: of the initial values, and of random numbers that are drawn.
 
     Returns:
         The largest relative error.
@@ -133,18 +134,20 @@ def assert_equivalent(
     params = _moved(init(template, seed), seed)
     law = _Law(fn, mesh, layout, rtol)
 
-    whole = fn(params, batch)
+    with seeded(seed):
+        whole = fn(params, batch)
     if not _is_loss(whole):
-        law.hold(_rows("output", _watched(compile(fn, **settings), law).simulate(params, batch), whole))
+        law.hold(_rows("output", _watched(compile(fn, **settings, seed=seed), law).simulate(params, batch), whole))
         return law.worst
 
-    want, grads = value_and_grad(fn)(params, batch)
+    with seeded(seed):
+        want, grads = value_and_grad(fn)(params, batch)
     if optimizer is None and accumulate == 1:
-        both = _watched(compile(value_and_grad(fn), **settings, reshard=reshard), law)
+        both = _watched(compile(value_and_grad(fn), **settings, reshard=reshard, seed=seed), law)
         got, got_grads = both.simulate(params, batch)
         step = None
     else:
-        how: dict[str, Any] = {"accumulate": accumulate, "remat": remat, "reshard": reshard}
+        how: dict[str, Any] = {"accumulate": accumulate, "remat": remat, "reshard": reshard, "seed": seed}
         how |= {"bucket_bytes": bucket_bytes, "prefetch_bytes": prefetch_bytes}
         step = _watched(compile_step(fn, optimizer or sgd(lr=1.0), **settings, **how), law)
         got, got_grads = _gradients(step, params, batch)
@@ -154,21 +157,29 @@ def assert_equivalent(
     law.hold([*_rows("", got, want), *_rows("grads", got_grads, grads, least)])
 
     if step is not None and optimizer is not None:
-        law.hold(_rows("initial optimizer state", step.init(seed).opt, optimizer.init(init(template, seed))))
-        state, first = State(params, optimizer.init(params), 0, True), params
+        untouched = init(template, seed)
+        with seeded(seed, part=INIT):
+            started = optimizer.init(untouched)
+        law.hold(_rows("initial optimizer state", step.init(seed).opt, started))
+        with seeded(seed, part=INIT):
+            state, first = State(params, optimizer.init(params), 0, True), params
         opt = state.opt
         # Adam's second moment squares such a gradient, and its direction divides by it: how far that reaches is seen.
         near_params, near_opt = params, opt
         for k in range(steps):
             state, metrics = step.simulate(state, batch)
-            want, grads = value_and_grad(fn)(params, batch)
+            with seeded(seed, k):
+                want, grads = value_and_grad(fn)(params, batch)
             wanted = {"loss": want["loss"], "count": want["count"], "grad_norm": global_norm(grads)}
             law.hold(_rows(f"step {k + 1}", {name: metrics[name] for name in wanted}, wanted))
             noise = eps * wanted["grad_norm"].item()
-            near_updates, near_opt = optimizer.update(_with_noise(grads, noise / rtol, noise, k), near_opt, near_params)
-            near_params = apply_updates(near_params, near_updates)
-            updates, opt = optimizer.update(grads, opt, params)
-            params = apply_updates(params, updates)
+            with seeded(seed, k, UPDATE):
+                moved = _with_noise(grads, noise / rtol, noise, k)
+                near_updates, near_opt = optimizer.update(moved, near_opt, near_params)
+                near_params = apply_updates(near_params, near_updates)
+            with seeded(seed, k, UPDATE):
+                updates, opt = optimizer.update(grads, opt, params)
+                params = apply_updates(params, updates)
         of_params, of_opt = ([x / rtol for x in _distances(*p)] for p in ((near_params, params), (near_opt, opt)))
         law.hold(
             [

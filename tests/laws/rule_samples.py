@@ -407,6 +407,24 @@ for _reduction in (0, 1, 2):
     add("binary_cross_entropy.default", p(4, 5), c(4, 5), None, _reduction)
     add("binary_cross_entropy_with_logits.default", f(4, 5), c(4, 5), c(5), None, _reduction)
 add("cross_entropy_loss.default", f(7), i(7), None, 1)
+_key = i(1 << 40, 2)
+add(
+    "fx_feather::draw.default",
+    _key,
+    None,
+    f(4, 5),
+    [],
+    [],
+    [4, 5],
+    [4, 5],
+    3,
+    "uniform",
+    [0.0, 1.0],
+    torch.float64,
+    0,
+    2,
+)
+add("fx_feather::fold_in.default", i(9, 3, 1), i(9, 4))
 add("fx_feather::token_nll.default", f(4, 7), i(7, 4))
 add("fx_feather::token_nll.default", f(2, 3, 5), i(5, 2, 3))
 _adamw = (0.9, 0.95, 1e-3, 0.1)
