@@ -16,7 +16,7 @@ from .passes.interleave import interleave
 from .passes.microbatches import first_draw
 from .passes.overlap import overlap
 from .passes.stitch import Funcs, Stitcher
-from .passes.training import gradient_sections, key_types, loss_function, resolved
+from .passes.training import gradient_sections, key_types, loss_function, resolved, wide_count
 from .program import Program, Section
 from .rules import Handwritten
 from .settings import check, count, known_options
@@ -33,17 +33,17 @@ class ValueAndGrad:
         """Loss, count and gradients on one device."""
         leaves, treedef = tree.flatten(params)
 
-        def total(*xs: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        def mean(*xs: torch.Tensor) -> tuple[torch.Tensor, Any]:
             with Handwritten():
-                out = self.loss_fn(tree.unflatten(treedef, xs), batch)
-            return out[0], out[1:]
+                total, count, *aux = self.loss_fn(tree.unflatten(treedef, xs), batch)
+            count = wide_count(count)
+            return total / count.to(total.dtype), (count, *aux)
 
-        value, pull, rest = torch.func.vjp(total, *leaves, has_aux=True)  # type: ignore[misc]
-        grads = [g / rest[0].to(g.dtype) for g in pull(torch.ones_like(value))]
-        out = {"loss": value / rest[0], "count": rest[0]}
-        if len(rest) == 2:
-            out["aux"] = rest[1]
-        return out, tree.unflatten(treedef, grads)
+        loss, pull, (count, *aux) = torch.func.vjp(mean, *leaves, has_aux=True)  # type: ignore[misc]
+        out = {"loss": loss, "count": count}
+        if aux:
+            (out["aux"],) = aux
+        return out, tree.unflatten(treedef, pull(torch.ones_like(loss)))
 
 
 def value_and_grad(loss_fn: Callable[..., Any]) -> ValueAndGrad:

@@ -5,12 +5,18 @@ import types
 from collections.abc import Iterable
 from typing import Any
 
+import torch
+
+#: Objects within objects that are looked into; what lies deeper is told apart by identity alone.
+_DEPTH = 8
+
 
 def identity(fn: Any, kept: list[Any], within: tuple[int, ...] = ()) -> Any:
     """A key that is equal for functions and values that trace alike.
 
     Args:
-        fn: a function, by its code and what it closes over; a container, by what it holds; anything else by its value.
+        fn: a function, by its code, what it closes over and the numbers and words that it reads from its module; a
+            container or an object that may change, by what it holds now; anything else by its value.
         kept: takes in what is named by identity alone, so that no new object takes its place.
         within: identities of what holds `fn`.
 
@@ -31,12 +37,21 @@ def identity(fn: Any, kept: list[Any], within: tuple[int, ...] = ()) -> Any:
     if isinstance(fn, types.FunctionType):
         cells = keys(c.cell_contents for c in fn.__closure__ or ())
         defaults = (fn.__defaults__ or (), fn.__kwdefaults__ or {})
-        return ("function", fn.__code__, id(fn.__globals__), cells, *keys(defaults))
-    # Containers by what they hold now: a function may see another content at its next call.
+        read = [fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__]
+        constants = keys(x for x in read if isinstance(x, bool | int | float | complex | str))
+        return ("function", fn.__code__, id(fn.__globals__), constants, cells, *keys(defaults))
+    if isinstance(fn, types.MethodType):
+        return ("method", *keys((fn.__func__, fn.__self__)))
+    # Containers and objects by what they hold now: a function may see another content at its next call.
     if isinstance(fn, tuple | list):
         return (type(fn), *keys(fn))
     if isinstance(fn, dict):
         return (type(fn), keys(fn), keys(fn.values()))
+    if isinstance(fn, set):
+        return (type(fn), frozenset(fn))
+    if _may_change(fn) and len(within) < _DEPTH:
+        kept.append(fn)
+        return ("object", id(fn), tuple(vars(fn)), keys(vars(fn).values()))
     # 0.0 and -0.0 are equal, and NaN is not equal to itself.
     if type(fn) is float:
         return (float, fn.hex())
@@ -47,3 +62,13 @@ def identity(fn: Any, kept: list[Any], within: tuple[int, ...] = ()) -> Any:
         return ("id", id(fn))
     # 1, 1.0 and True are equal, yet they trace differently.
     return (type(fn), fn)
+
+
+def _may_change(x: Any) -> bool:
+    """Whether an object has attributes that its hash, if it has one, doesn't speak of."""
+    by: Any = type(x).__hash__
+    return (
+        by in (None, object.__hash__)
+        and hasattr(x, "__dict__")
+        and not isinstance(x, type | types.ModuleType | torch.Tensor)
+    )

@@ -3,6 +3,7 @@
 import contextlib
 import operator
 import re
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
@@ -22,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from . import tree
 from .errors import FeatherError, RuleError, fail
 from .random_ops import refuse_generator
-from .source import line_of, note_line, this_line, user_line
+from .source import is_machinery, line_of, note_line, this_line, user_line
 
 #: Asking autograd for a gradient: a trace records operators, not what autograd makes of them.
 _TAPE = {
@@ -31,6 +32,8 @@ _TAPE = {
     torch.Tensor.requires_grad_: "requires_grad_",
     torch.Tensor.requires_grad.__set__: "requires_grad = ...",  # type: ignore[attr-defined]
 }
+_DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
+_REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _HOOKS = {
     torch.Tensor.register_hook: "register_hook",
     torch.Tensor.register_post_accumulate_grad_hook: "register_post_accumulate_grad_hook",
@@ -58,6 +61,10 @@ class _Traced(TorchFunctionMode):
         transformed = torch._C._functorch.maybe_current_level() != self.level
         if transformed and not self.region:
             _refuse_transform(self.what)
+        if func == _DATA:
+            return args[0].detach()
+        if func == _REQUIRES_GRAD and not is_machinery(sys._getframe(1).f_code.co_filename):
+            _refuse_question(self.what)
         if not transformed and (func in _TAPE or kwargs.get("requires_grad")):
             _refuse_tape(_TAPE.get(func, "requires_grad=True"), self.what, self.region)
         if kwargs.get("generator") is not None:
@@ -68,16 +75,20 @@ class _Traced(TorchFunctionMode):
         return out if torch.is_grad_enabled() else without_gradient(out, (args, kwargs))
 
 
+def takes_gradient(x: torch.Tensor) -> bool:
+    """Whether a tensor is of a dtype that has gradients: floating point or complex."""
+    return x.is_floating_point() or x.is_complex()
+
+
 def without_gradient(out: Any, args: Any) -> Any:
     """The results of an operator that ran where no gradient is wanted; what only handed an argument on has its own."""
     leaves, treedef = tree.flatten(out)
     tensors = [x for x in leaves if isinstance(x, torch.Tensor)]
-    if not any(x.is_floating_point() for x in tensors):
+    if not any(map(takes_gradient, tensors)):
         return out
     given = {id(x) for x in tree.leaves(args)}
     kept = [
-        x if not isinstance(x, torch.Tensor) or id(x) in given or not x.is_floating_point() else x.detach()
-        for x in leaves
+        x if not isinstance(x, torch.Tensor) or id(x) in given or not takes_gradient(x) else x.detach() for x in leaves
     ]
     return tree.unflatten(treedef, kept)
 
@@ -91,6 +102,18 @@ def _refuse_transform(what: str) -> NoReturn:
         rule="a function is traced by its whole operators, and the gradient is taken of the program they become",
         fix="ff.value_and_grad(loss_fn) around the whole loss for its gradient, and dims in the place of vmap; "
         "inside of ff.shard_map torch.func works",
+    )
+
+
+def _refuse_question(what: str) -> NoReturn:
+    fail(
+        FeatherError,
+        call=f"x.requires_grad in {what}, at {this_line()}",
+        got="a question that a trace has no answer to",
+        number="1 branch would be frozen: while a function is traced no tensor requires a gradient",
+        rule="a traced function is one for all values, and is the same whether its gradient is taken or not",
+        fix="an argument that is no tensor, such as train=True, in the place of the question; x.detach() where no "
+        "gradient is wanted",
     )
 
 

@@ -25,7 +25,7 @@ UNKNOWN = "(source line not known)"
 def user_line(node: fx.Node) -> str:
     """The line of the user's own source that made a node, as `file:line: code`."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
-    own = [(file, line, code) for file, line, code in frames if not _machinery(file)]
+    own = [(file, line, code) for file, line, code in frames if not is_machinery(file)]
     return "{}:{}: {}".format(*own[-1]) if own else UNKNOWN
 
 
@@ -51,7 +51,8 @@ def labels(fn: Callable[..., Any], args: tree.TreeDef) -> Callable[[int], str]:
 
 
 @ft.cache
-def _machinery(file: str) -> bool:
+def is_machinery(file: str) -> bool:
+    """Whether a source file is of this package (models aside), of torch or of optree, and not the user's own."""
     inside = file.removeprefix(_PACKAGE)
     ours = inside != file and not inside.startswith(("nn" + os.sep, "models" + os.sep))
     return ours or file.startswith(tuple(_OTHERS))
@@ -59,7 +60,7 @@ def _machinery(file: str) -> bool:
 
 def _own_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and _machinery(frame.f_code.co_filename):
+    while frame is not None and is_machinery(frame.f_code.co_filename):
         frame = frame.f_back
     return frame
 
@@ -100,7 +101,7 @@ def line_of(error: BaseException) -> str:
     found, at = UNKNOWN, error.__traceback__
     while at is not None:
         code = at.tb_frame.f_code
-        if not _machinery(code.co_filename):
+        if not is_machinery(code.co_filename):
             found = f"{code.co_filename}:{at.tb_lineno}: {linecache.getline(code.co_filename, at.tb_lineno).strip()}"
         at = at.tb_next
     return found

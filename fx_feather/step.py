@@ -141,8 +141,8 @@ class Step(Common):
             StateError: a state that was taken over already.
             BatchError: a batch that is not like the example.
         """
-        call = "step(state, batch)"
-        run, opt = self.runtime(), self._opt_leaves(state, call)
+        call, run = "step(state, batch)", self.runtime()
+        opt = self._opt_leaves(state, call)
         microbatches = self.local_microbatches(batch, call, state.step)
         # No name but the state's own may hold the old parameters, or they would outlive their update.
         leaves, keys = self.local_params(state.params, call), self.keys(UPDATE, state.step)
@@ -153,8 +153,7 @@ class Step(Common):
     def simulate(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
         """Takes one step with all ranks in this process: whole state and batch in, whole results out.
 
-        It runs the very program that each rank runs, collective by collective in lockstep, so its results are those
-        of a real run. Nothing is taken over: `state` can be used again.
+        It runs each rank's program, collective by collective in lockstep. Nothing is taken over: `state` stays usable.
         """
         call = "simulate(state, batch)"
         opt = self._opt_leaves(state, call)
@@ -257,7 +256,7 @@ class Step(Common):
         resting = [*results[2:], *opt, *params, *keys]
         checked = run(sections["check"], [*grads, *results[:2], *(resting[i] for i in self._early)])
         loss, norm, count = item(checked[0]), item(checked[1]), item(results[1])
-        if not (math.isfinite(loss) and math.isfinite(norm)):
+        if not (math.isfinite(loss) and math.isfinite(norm) and count >= 0):
             self._refuse(state.step, loss, norm, count, grads, any_rank)
         del grads, reduced
         state.take()
@@ -284,8 +283,9 @@ class Step(Common):
         others = "the loss" if not math.isfinite(loss) else "the norm of all, which is too large for its dtype"
         first = f"params{bad[0]}{more}" if bad else f"no gradient: only {others}"
         number = f"first leaf with a gradient that is not finite: {first}"
-        if count == 0:
-            number = f"the count is 0: no element of the batch counts towards the loss; {number}"
+        if count <= 0:
+            what = "no element of the batch counts towards the loss" if count == 0 else "it can't normalise a sum"
+            number = f"the count is {count}: {what}; {number}"
         fail(
             NonFiniteError,
             call=f"step {step}",
@@ -381,13 +381,13 @@ def compile_step(
     """
     options = Options(accumulate, device, remat, reshard, bucket_bytes, prefetch_bytes, matmul, backend, seed)
     settings = {"optimizer": optimizer, **dataclasses.asdict(options)}
-    pair = isinstance(optimizer, Transform)
+    is_pair = isinstance(optimizer, Transform)
     check(
         OptionError,
         "compile_step",
         settings,
         [
-            ("optimizer", pair, "an optimizer is a pair (init, update)", "a call such as ff.adamw(lr=3e-4)"),
+            ("optimizer", is_pair, "an optimizer is a pair (init, update)", "a call such as ff.adamw(lr=3e-4)"),
             ("accumulate", count(1), "a batch is processed in one microbatch or more", "accumulate=1"),
             ("remat", OneOf(REMAT, numbers=0), _REMAT_RULE, "remat='none'"),
             ("reshard", lambda x: isinstance(x, bool), "parameters are gathered again, or not", "reshard=True"),

@@ -1,5 +1,6 @@
 """What a trace would lose is refused by name, and what it can keep has the gradient of one device."""
 
+import dataclasses
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +12,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.utils.checkpoint import checkpoint
 
 import fx_feather as ff
-from fx_feather import tree
+import layouts
+from fx_feather import testing, tree
+from fx_feather.errors import NonFiniteError, ShapeError
 
 PARTS = ("got:", "problem:", "rule:", "fix:")
 HERE = Path(__file__).name
@@ -220,3 +223,107 @@ def test_compiling_under_no_grad_changes_nothing() -> None:
         g = compiled(torch.exp, LAYOUTS[0])
         got = g.simulate(params, X)[1]["w"]
     torch.testing.assert_close(got, ff.value_and_grad(loss_of(torch.exp))(params, X)[1]["w"], rtol=1e-12, atol=1e-12)
+
+
+class Scaled:
+    """A part of a model with a setting that changes between calls."""
+
+    def __init__(self) -> None:
+        self.scale, self.inner = 1.0, {"power": [1]}
+
+    def __call__(self, h: torch.Tensor) -> torch.Tensor:
+        return (h * self.scale) ** self.inner["power"][0]
+
+    def method(self, h: torch.Tensor) -> torch.Tensor:
+        return h.sin() * self.scale
+
+
+FACTOR = 1.0
+
+
+def _reads_its_module(h: torch.Tensor) -> torch.Tensor:
+    return h.cos() * FACTOR
+
+
+@dataclasses.dataclass
+class Settings:
+    scale: float
+
+
+def _what_changes(h: torch.Tensor) -> torch.Tensor:
+    global FACTOR
+    part, settings, chosen = Scaled(), Settings(1.0), {1}
+    blocks = [
+        ff.block(part, "object"), ff.block(part.method), ff.block(lambda x: x * settings.scale),
+        ff.block(_reads_its_module), ff.block(lambda x: x * max(chosen)),
+    ]  # fmt: skip
+    out = sum(f(h) for f in blocks)
+    part.scale, part.inner["power"], settings.scale, FACTOR = 3.0, [2], 5.0, 7.0
+    chosen.add(9)
+    out = out + sum(f(h) for f in blocks)
+    FACTOR = 1.0
+    return out
+
+
+def _complex_block(h: torch.Tensor) -> torch.Tensor:
+    z = ff.block(lambda x: torch.complex(x, 2 * x), "pair")(h)
+    with torch.no_grad():
+        turned = z * 1j
+    return torch.view_as_real(ff.block(lambda z, t: z**2 * t, "square")(z, turned)).sum(-1)
+
+
+@pytest.mark.parametrize("inner", [_what_changes, _complex_block, lambda h: h * h.data, lambda h: h * h.exp().data])
+def test_what_a_trace_sees_is_what_happens(inner: Inner) -> None:
+    testing.assert_equivalent(
+        lambda p, x: (inner(x @ p["w"]).sum(), torch.tensor(x.shape[0])),
+        template={"w": ff.Param("embed mlp", (3, 4), dtype=torch.float64)},
+        batch=torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64),
+        batch_dims="batch embed",
+        mesh=ff.Mesh(dp=2),
+        layout=layouts.fsdp("dp"),
+    )
+
+
+def _stepped(loss: Any) -> tuple[Any, torch.Tensor]:
+    x = torch.randn(8, 3, generator=torch.Generator().manual_seed(0))
+    return ff.compile_step(
+        loss, ff.sgd(lr=0.1), template={"w": ff.Param("embed mlp", (3, 4))}, batch=x, batch_dims="batch embed",
+        mesh=ff.Mesh(dp=2), layout=layouts.ddp("dp"), accumulate=2,
+    ), x  # fmt: skip
+
+
+def test_whether_a_gradient_is_wanted_is_no_question_of_a_trace() -> None:
+    with pytest.raises(ff.FeatherError, match=r"x\.requires_grad in .*test_pure\.py:\d+: _stepped") as caught:
+        _stepped(lambda p, x: (p["w"].sum(), torch.tensor(1)) if p["w"].requires_grad else None)
+    assert "x.detach() where no gradient is wanted" in str(caught.value)
+
+
+def test_a_count_that_depends_on_parameters_is_refused_and_detached_is_a_constant() -> None:
+    def gated(p: Any, x: torch.Tensor, detach: bool) -> Any:
+        gate = torch.sigmoid(x @ p["w"])
+        count = gate.sum()
+        return (gate * gate).sum(), count.detach() if detach else count
+
+    with pytest.raises(ShapeError, match="depends on the parameters") as caught:
+        _stepped(lambda p, x: gated(p, x, False))
+    assert "count.detach()" in str(caught.value)
+    step, x = _stepped(lambda p, x: gated(p, x, True))
+    state = step.init(seed=0)
+    _, metrics = step.simulate(state, x)
+    assert metrics["count"] == pytest.approx(float(gated(state.params, x, True)[1]))
+
+
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int8, torch.uint8, torch.float16, torch.int32])
+def test_counts_of_narrow_dtypes_are_added_wide(dtype: torch.dtype) -> None:
+    step, x = _stepped(lambda p, x: ((x @ p["w"]).sum(), (x.sum() * 0 + 100).to(dtype)))
+    _, metrics = step.simulate(step.init(seed=0), x)
+    # What the count is of a part of the batch is not for a rank to add: x.sum() is resolved first.
+    assert metrics["count"] == 2 * (1 if dtype == torch.bool else 100)
+
+
+def test_a_negative_count_is_refused() -> None:
+    step, x = _stepped(lambda p, x: ((x @ p["w"]).sum(), torch.tensor(-3)))
+    state = step.init(seed=0)
+    with pytest.raises(NonFiniteError, match="the count is -6: it can't normalise a sum"):
+        step.simulate(state, x)
+    assert state.params is not None

@@ -5,12 +5,13 @@ from collections.abc import Sequence
 import torch
 
 from ..layout import ParamTypes
+from ..pure import takes_gradient
 from ..spec import Type
 from ..unit import GlobalProgram, Unit
 
 
 def needs_gradient(program: GlobalProgram, roots: set[int]) -> dict[int, bool]:
-    """Which global values depend on `roots` through floating point values."""
+    """Which global values depend on `roots` through values that have gradients."""
     needs = {g: g in roots for g in program.inputs}
     known: dict[tuple[int, tuple[bool, ...]], list[bool]] = {}
     for call in (row for c in program.calls for row in c.split()):
@@ -28,8 +29,9 @@ def _reached_outputs(unit: Unit, needs: Sequence[bool]) -> list[bool]:
         if n.op == "call_function":
             val = n.meta["val"]
             results = val if isinstance(val, (list, tuple)) else [val]
-            floats = any(v is not None and v.is_floating_point() for v in results)
-            reached[n] = floats and any(reached.get(a, False) for a in n.all_input_nodes)
+            floats = any(v is not None and takes_gradient(v) for v in results)
+            stops = n.target is torch.ops.aten.detach.default
+            reached[n] = floats and not stops and any(reached.get(a, False) for a in n.all_input_nodes)
     return [reached.get(n, False) for n in unit.outputs]
 
 

@@ -4,7 +4,7 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -132,6 +132,8 @@ def gradient_sections(
         so_far = s.like(before or ())
         sums = dict(zip(program.inputs[:n], so_far, strict=False))
         needs = needs_gradient(program, set(program.inputs[:n]))
+        if needs[program.outputs[1]]:
+            _refuse_count()
         loss = program.outputs[0]
         s.run_forward(f, needs, reached_by_cotangents(program, needs, {loss}))
         position = {g: i for i, g in enumerate(program.inputs[:n])}
@@ -183,6 +185,18 @@ def gradient_sections(
 def key_types(program: GlobalProgram) -> list[Type]:
     """Types of the keys that a program draws by: its last inputs."""
     return [Type(torch.int64, (2,), ((),))] * len(program.drawn)
+
+
+def _refuse_count() -> NoReturn:
+    fail(
+        ShapeError,
+        call="loss_fn(params, batch) -> (sum, count)",
+        got="a count that depends on the parameters",
+        number="its gradient would be lost: sum and count are added up over ranks and microbatches before one divides",
+        rule="the gradient is that of the sum, divided by the count of the whole batch, which is a constant",
+        fix="return total, count.detach() if the count is only to normalise, or a sum of quotients of its own: "
+        "return (total / count) * batch_size, batch_size",
+    )
 
 
 def _reduced_results(s: Stitcher, values: Sequence[int]) -> list[int]:
@@ -347,19 +361,25 @@ def loss_function(loss_fn: Callable[..., Any]) -> Callable[..., list[torch.Tenso
         out = loss_fn(params, batch)
         good = isinstance(out, tuple) and len(out) in (2, 3)
         scalars = good and all(isinstance(x, torch.Tensor) and x.ndim == 0 for x in out[:2])
-        if not scalars or not out[0].is_floating_point():
+        if not scalars or not out[0].is_floating_point() or out[1].is_complex():
             results = out if isinstance(out, tuple) else (out,)
             kinds = [repr(Type.whole(x)) if isinstance(x, torch.Tensor) else type(x).__name__ for x in results]
             fail(
                 ShapeError,
                 call=f"{getattr(loss_fn, '__name__', 'loss_fn')}(params, batch)",
                 got=f"({', '.join(kinds)})" if isinstance(out, tuple) else kinds[0],
-                number="the result is not (sum, count) or (sum, count, aux) of 0-dim tensors, the sum floating point",
+                number="the result is not (sum, count) or (sum, count, aux) of 0-dim tensors, the sum floating point, "
+                "the count no complex number",
                 rule="a loss is a sum and the count that normalises it: a mean of means weighs tokens unequally",
                 fix="return nll.sum(), valid.sum()",
             )
         aux = tree.flatten(out[2])[0] if len(out) == 3 else []
         wrapped.aux_tree = tree.structure(out[2]) if len(out) == 3 else None  # type: ignore[attr-defined]
-        return [out[0], out[1], *aux]
+        return [out[0], wide_count(out[1]), *aux]
 
     return wrapped
+
+
+def wide_count(count: torch.Tensor) -> torch.Tensor:
+    """A count in a dtype in which those of all microbatches and ranks can be added: bools would be joined by `or`."""
+    return count.to(torch.float64 if count.is_floating_point() else torch.int64)
