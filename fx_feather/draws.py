@@ -148,6 +148,21 @@ def seeded(seed: int = 0, step: int = 0, part: str = LOSS) -> Iterator[None]:
         _plain = before
 
 
+@contextlib.contextmanager
+def no_plain_run() -> Iterator[None]:
+    """Within it `seeded` is as if it were not there: what is traced draws by keys of its own."""
+    global _plain
+    if _plain is None:
+        yield
+        return
+    before, _plain = _plain, None
+    try:
+        with _disable_current_modes():
+            yield
+    finally:
+        _plain = before
+
+
 def plain_call(fn: Callable[..., Any], args: Sequence[Any]) -> Any:
     """Calls the function of a block, whose draws have numbers of their own under `seeded`."""
     now = _plain

@@ -14,7 +14,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_te
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import tree
-from .draws import Drawing, Key, Site, lower_graph, plain_call
+from .draws import Drawing, Key, Site, lower_graph, no_plain_run, plain_call
 from .errors import FeatherError, ShapeError, SpecError, fail
 from .identity import identity
 from .pure import check_recorded, watched
@@ -345,6 +345,7 @@ def _tracing(trace: _Trace) -> Iterator[None]:
         _current = before
 
 
+@no_plain_run()
 def trace(fn: Callable[..., Any], args: Any, name: str = "main", operators: bool = False) -> GlobalProgram:
     """Traces `fn(*args)` to a global program.
 

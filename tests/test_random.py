@@ -25,6 +25,9 @@ TEMPLATE = {
 }
 
 
+TENSORS = ff.init(TEMPLATE)
+
+
 def attention(x, p):
     q = (ff.constrain(x, "batch seq embed") @ p["qkv"]).unflatten(-1, (6, 2)).transpose(1, 2)
     mixed = F.scaled_dot_product_attention(q, q, q, dropout_p=0.3, is_causal=True)
@@ -118,19 +121,18 @@ def test_every_kind_of_draw_is_that_of_one_device(kind):
     f = compiled(lambda p, x: (draw(x), draw(x)), mesh, layout, seed=5)
     with ff.random.seeded(5, 3):
         want = draw(X), draw(X)
-    got = f.simulate(ff.init(TEMPLATE), X, step=3)
+    got = f.simulate(TENSORS, X, step=3)
     for a, b in zip(got, want, strict=True):
         assert torch.equal(a, b)
     own_key = "key" in kind
     assert torch.equal(*want) == own_key
-    assert torch.equal(f.simulate(ff.init(TEMPLATE), X, step=4)[0], want[0]) == own_key
+    assert torch.equal(f.simulate(TENSORS, X, step=4)[0], want[0]) == own_key
 
 
 def test_draws_differ_by_call_site_call_step_seed_and_row():
     draw = ff.block(lambda x: (torch.rand_like(x), torch.rand_like(x)), name="draw")
     f = [compiled(lambda p, x: (*draw(x), *draw(x), torch.rand_like(x)), seed=s) for s in (0, 1)]
-    params = ff.init(TEMPLATE)
-    drawn = [x for g in f for step in (0, 1) for x in g.simulate(params, X, step=step)]
+    drawn = [x for g in f for step in (0, 1) for x in g.simulate(TENSORS, X, step=step)]
     rows = torch.cat([x.flatten(1) for x in drawn])
     assert len(rows.unique(dim=0)) == len(rows) == 20 * 8
     assert len(rows.unique()) > 0.999 * rows.numel()
@@ -147,7 +149,7 @@ def test_only_draws_that_are_made_are_numbered():
 
     with ff.random.seeded(0):
         want = fn(None, X)
-    assert torch.equal(compiled(fn, seed=0).simulate(ff.init(TEMPLATE), X), want)
+    assert torch.equal(compiled(fn, seed=0).simulate(TENSORS, X), want)
 
 
 def test_a_rank_draws_no_more_than_its_part():
@@ -167,9 +169,8 @@ def test_a_rank_draws_no_more_than_its_part():
 def test_what_draws_nothing_needs_no_seed(fn):
     f = compiled(lambda p, x: fn(x))
     assert not any(f.drawn.values())
-    params = ff.init(TEMPLATE)
     with ff.random.seeded(0):
-        assert torch.allclose(f.simulate(params, X), fn(X))
+        assert torch.allclose(f.simulate(TENSORS, X), fn(X))
 
 
 def test_a_seed_is_part_of_what_ranks_compare():
@@ -177,6 +178,29 @@ def test_a_seed_is_part_of_what_ranks_compare():
     assert prints[0] == prints[1] != prints[2]
     quiet = [compiled(lambda p, x: x * 2, seed=s).program.fingerprint() for s in (0, 1)]
     assert quiet[0] == quiet[1]
+
+
+def test_what_is_compiled_under_seeded_has_keys_of_its_own():
+    loud = ff.block(lambda x: F.dropout(x, 0.5), name="loud")
+    plain = compiled(lambda p, x: loud(F.dropout(x, 0.5)), seed=0)
+    with ff.random.seeded(1):
+        inside = compiled(lambda p, x: loud(F.dropout(x, 0.5)), seed=0)
+        assert inside.program.fingerprint() == plain.program.fingerprint()
+        assert torch.equal(inside.simulate(TENSORS, X), plain.simulate(TENSORS, X))
+
+
+def test_inductor_draws_the_same():
+    fn = lambda p, x: (F.dropout(x, 0.5), torch.rand_like(x))  # noqa: E731
+    eager, fused = (compiled(fn, seed=0, backend=b)(TENSORS, X) for b in ("eager", "inductor"))
+    assert all(torch.equal(a, b) for a, b in zip(eager, fused, strict=True))
+
+
+def test_masks_are_those_of_one_device_in_a_narrow_dtype():
+    mesh, layout = ff.Mesh(dp=2), layouts.fsdp("dp") | layouts.mixed()
+    f = compiled(lambda p, x: F.dropout(x @ p["qkv"].to(x.dtype), 0.5), mesh, layout, seed=0)
+    with ff.random.seeded(0):
+        want = F.dropout(torch.ones(8, 6, 12), 0.5)
+    assert torch.equal(f.simulate(TENSORS, X) == 0, want == 0)
 
 
 def test_a_function_without_a_seed_says_where_it_draws():
@@ -199,6 +223,12 @@ def quadratic(y, x):
 def test_a_draw_whose_rows_are_not_known_is_refused_under_accumulation():
     with pytest.raises(ff.FeatherError, match=r"(?s)draw of random numbers at .*test_random.py.*batch _ _"):
         step(lambda p, x: quadratic(x * p["scale"] * torch.rand(x.shape), x))
+
+
+def test_a_batch_that_cannot_be_followed_is_refused_under_accumulation():
+    whole = ff.shard_map(lambda x: x * 2, mesh=ff.Mesh(dp=1), in_specs=ff.P(), out_specs=ff.P())
+    with pytest.raises(ff.FeatherError, match=r"(?s)accumulate=2.*draws.*shard_map.*can't be followed.*accumulate=1"):
+        step(lambda p, x: quadratic(F.dropout(whole(x) * p["scale"], 0.5), x))
 
 
 @pytest.mark.parametrize(

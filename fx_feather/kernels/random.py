@@ -127,18 +127,14 @@ def draw(
     if not out.numel():
         return out
 
-    def number(x: Tensor) -> Any:
-        # On a CPU a dozen operators of 0-dim tensors would cost more than what a small tensor is drawn with.
-        return x.item() if out.device.type == "cpu" else x
-
-    first, step = stream(fold_in(number(given if key is not None else given.select(0, 0)), site))
+    first, step = stream(fold_in(_number(given if key is not None else given.select(0, 0)), site))
     sizes = [n * parts if d == batch else n for d, n in enumerate(whole)]
     strides = [math.prod(sizes[d + 1 :]) for d in range(len(sizes))]
     place: Any = 1
     for at, d in zip(start, split, strict=True):
-        place = place + number(at) * strides[d]
+        place = place + _number(at) * strides[d]
     if batch >= 0 and run is not None:
-        place = place + number(run.select(0, 1)) * (whole[batch] * strides[batch])
+        place = place + _number(run.select(0, 1)) * (whole[batch] * strides[batch])
     first = first + place * step
     if isinstance(first, int):
         first, step = (torch.tensor(signed(x), device=out.device) for x in (first, step))
@@ -149,6 +145,11 @@ def draw(
         heads = (heads.unsqueeze(-1) + torch.arange(shape[d], device=out.device) * (strides[d] * step)).view(-1)
     _fill(out.view(-1, math.prod(shape[cut:])), heads, step, kind, args)
     return out
+
+
+def _number(x: Tensor) -> Any:
+    # On a CPU a dozen operators of 0-dim tensors would cost more than what a small tensor is drawn with.
+    return x.item() if x.device.type == "cpu" else x
 
 
 def _fill(out: Tensor, heads: Tensor, step: Tensor, kind: str, args: Sequence[float]) -> None:

@@ -59,7 +59,7 @@ def place_draws(program: GlobalProgram, params: list[Type], batch: list[Type], p
         given = [types[a] for a in call.args]
         key = (call.unit, *given)
         if key not in plans:
-            plans[key] = propagate(unit, given, mesh, layout)
+            plans[key] = _followed(unit, given, mesh, layout, parts)
         plan = plans[key]
         types.update(zip(call.outs, plan.out_types, strict=True))
         inside = _reached(unit, [reached[a] for a in call.args])
@@ -71,6 +71,20 @@ def place_draws(program: GlobalProgram, params: list[Type], batch: list[Type], p
     for n, at in found.items():
         n.update_arg(_BATCH, at)
         n.update_arg(_PARTS, parts if at >= 0 else 1)
+
+
+def _followed(unit: Unit, given: list[Type], mesh: Mesh, layout: Layout, parts: int) -> Plan:
+    try:
+        return propagate(unit, given, mesh, layout)
+    except FeatherError as e:
+        fail(
+            FeatherError,
+            call=f"compile_step(..., accumulate={parts}) of a loss that draws random numbers",
+            got=str(e).replace(f" on {mesh!r}", ""),
+            number="which dim is that of the batch can't be followed through this operator",
+            rule="microbatches draw what the whole batch would draw, each its own rows, for any accumulate=",
+            fix="accumulate=1, or what mends the message above for a layout that splits the batch",
+        )
 
 
 def _reached(unit: Unit, given: list[bool]) -> dict[fx.Node, bool]:

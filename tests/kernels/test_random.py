@@ -75,6 +75,19 @@ def test_mean_and_variance(kind, args, mean, variance):
     assert abs((x - mean).square().mean().item() - variance) < 5 * math.sqrt(fourth / N) + 1e-12
 
 
+def test_where_numbers_are_tensors_the_bits_are_the_same(monkeypatch):
+    """As on a device that is not waited for."""
+
+    def drawn():
+        where = [[3, 50], [4, 99], 2, "normal", [0.0, 1.0], torch.float64, 0, 3]
+        start = [torch.tensor(1), torch.tensor(49)]
+        return torch.ops.fx_feather.draw(torch.tensor([-7, 2]), None, None, start, [0, 1], *where)
+
+    want = drawn()
+    monkeypatch.setattr(kernel, "_number", lambda x: x)
+    assert torch.equal(drawn(), want)
+
+
 def chi_square(counts, expected):
     """In standard deviations from what it is for true counts; well above 0 when they are uneven."""
     freedom = counts.numel() - 1
