@@ -8,18 +8,22 @@ import torch
 from . import param, tree
 from .backend import BACKENDS
 from .draws import LOSS, run_keys
-from .errors import BackendError, LayoutError, MeshError, ShapeError, message, raise_all
+from .errors import BackendError, LayoutError, MeshError, ShapeError, fail
 from .explain import explain
 from .inputs import batch_leaves, parameters
 from .layout import Layout
 from .mesh import Mesh
 from .program import CollectiveNode, Program
-from .runtime import Runtime, in_world
+from .runtime import Runtime
 from .settings import OneOf, check
 from .simulate import Simulator
 from .spec import Type, assemble, pad_to, shard, slices
 from .trace import trace
 from .unit import GlobalProgram, avals
+from .world import in_world
+
+#: Leaves that an error shows; of more it says the number.
+_LISTED = 8
 
 #: Bytes of gradients that are reduced together, as in PyTorch's DistributedDataParallel.
 BUCKET_BYTES = 25 << 20
@@ -147,6 +151,27 @@ class Common:
             parts.append(cut[0][i] if at is None else torch.cat([m[i] for m in cut], at))
         return tree.unflatten(self.batch.treedef, [p.to(run.device) for p in parts])
 
+    def from_local(self, batch: Any) -> Any:
+        """This rank's part of a batch whose rows each rank brings for itself, so that no rank reads all of them.
+
+        A leaf holds the rows (its dim `batch`) of this rank, and is whole in all other dims, of which this rank takes
+        its own part. Ranks that differ only on axes that don't split the rows bring the same rows: with
+        `Mesh(dp=2, tp=2)` and a batch split over dp, `mesh.coords(rank)["dp"]` says which. The global batch is made of
+        the rows of all, each microbatch of an equal share of each rank's.
+
+        Raises:
+            BatchError: another structure, shape or dtype than the example's with that many rows; all leaves at once.
+        """
+        types = [t.with_(shape=self._whole_shape(t)) for t in self.batch.types]
+        rows = [t.with_(dims=tuple(a if i == _batch_dim(t) else () for i, a in enumerate(t.dims))) for t in types]
+        leaves = self.batch.check(batch, [t.local_shape(self.mesh) for t in rows], "from_local(batch)")
+        run, parts = self.runtime(), []
+        for x, t in zip(leaves, types, strict=True):
+            at = _batch_dim(t)
+            rest = t.with_(shape=tuple(x.shape), dims=tuple(() if i == at else a for i, a in enumerate(t.dims)))
+            parts.append(shard(x, rest, self.mesh, run.rank).to(run.device))
+        return tree.unflatten(self.batch.treedef, parts)
+
     def _own(self, microbatch: list[torch.Tensor], rank: int) -> list[torch.Tensor]:
         return [shard(x, t, self.mesh, rank) for x, t in zip(microbatch, self.batch.types, strict=True)]
 
@@ -220,20 +245,23 @@ class Common:
         if not wrong:
             return
         paths = tree.paths_of(treedef)
-        raise_all(
+        other = [t.local_shape(self.mesh) if whole else t.shape for t in types]
+        turned = all(isinstance(leaves[i], torch.Tensor) and tuple(leaves[i].shape) == other[i] for i in wrong)
+        mend = "step.whole(state)" if whole else "step.shard_state(state), or step.shard_params(params)"
+        lines = [
+            f"{name}{paths[i]} is {Type.whole(leaves[i]) if isinstance(leaves[i], torch.Tensor) else leaves[i]!r:.60}, "
+            f"not {Type(types[i].dtype, tuple(shapes[i]), ((),) * len(shapes[i]))}"
+            for i in wrong[:_LISTED]
+        ]
+        if len(wrong) > _LISTED:
+            lines.append(f"and {len(wrong) - _LISTED} more")
+        fail(
             ShapeError,
-            [
-                message(
-                    call=f"{call}, {name}{paths[i]}",
-                    got=repr(Type.whole(leaves[i]))
-                    if isinstance(leaves[i], torch.Tensor)
-                    else type(leaves[i]).__name__,
-                    number=f"it is not {types[i].dtype} of shape {list(shapes[i])}",
-                    rule="values are like the template's: local parts in a run, whole in simulate",
-                    fix="values from init, or parts made with shard",
-                )
-                for i in wrong
-            ],
+            call=f"{call}, {name}{paths[wrong[0]]}" + (f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""),
+            got=f"{len(leaves) - len(wrong)} of {len(leaves)} leaves as they should be",
+            number="\n".join(lines),
+            rule="values are like the template's: local parts in a run, whole in simulate",
+            fix=mend if turned and types else "values from init, or parts made by step.shard_state(state)",
         )
 
     def _local_shape(self, t: Type) -> tuple[int, ...]:

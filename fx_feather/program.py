@@ -69,11 +69,26 @@ class Func:
 
         lines = []
         for n in self.graph.nodes:
+            if n.op == "get_attr":
+                lines.append(f"  {number[n]} = {constant_text(self.constants[n.target])}")
+                continue
             args = [show(a) for a in n.args] + [f"{k}={show(v)}" for k, v in n.kwargs.items()]
             lines.append(
                 f"  {number[n]}{_shape(n)} = {n.op if n.op != 'call_function' else n.target}({', '.join(args)})"
             )
         return "\n".join([f"{self.name}:", *lines])
+
+
+def constant_text(x: torch.Tensor) -> str:
+    """A constant as text: its type and a hash of its bytes, so that two of other values differ.
+
+    >>> constant_text(torch.ones(2)) == constant_text(torch.ones(2)), constant_text(torch.zeros(2))
+    (True, 'constant f32[2] sha256 af5570f5a1810b7a')
+    """
+    own = x.detach().resolve_conj().resolve_neg().cpu().contiguous()
+    # Not by way of numpy, which lacks some dtypes.
+    data = bytes(own.reshape(-1).view(torch.uint8).numpy()) if own.numel() else b""
+    return f"constant {Type.whole(x)} sha256 {hashlib.sha256(data).hexdigest()[:16]}"
 
 
 def _shape(n: fx.Node) -> str:

@@ -1,15 +1,10 @@
 """The runtime: binds mesh axes to process groups and runs a program as one rank of a `torch.distributed` world."""
 
-import atexit
 import contextlib
-import datetime
 import functools as ft
-import math
 import os
-import sys
-import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -18,11 +13,12 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from . import world
 from .backend import Overwriting, Together, build, computes, consuming, overwriting, together
 from .channel import Channel, connect
 from .collectives import Collective
 from .deferred import Pending, deferred, started, values
-from .errors import MeshError, RankError, fail, message
+from .errors import MeshError, RankError, fail
 from .heap import give_back, keep_freed
 from .mesh import Mesh
 from .program import BY_OP, Func, Instr, Section
@@ -31,64 +27,15 @@ from .spec import Type, assemble
 from .transport import Peers, bind
 from .unbuffered import unbuffered
 
-#: Seconds that a rank waits for the others in a collective; the environment variable FX_FEATHER_TIMEOUT sets another.
-TIMEOUT_S = 600.0
-
-
-def in_world() -> bool:
-    """Whether this process is one rank of several: `torch.distributed` runs, or torchrun started it."""
-    return dist.is_initialized() or int(os.environ.get("WORLD_SIZE", "1")) > 1
-
-
-def _timeout() -> datetime.timedelta:
-    text = os.environ.get("FX_FEATHER_TIMEOUT", str(TIMEOUT_S))
-    try:
-        seconds = float(text)
-    except ValueError:
-        seconds = math.nan
-    if not 0 < seconds < 1e9:
-        fail(
-            MeshError,
-            call=f"FX_FEATHER_TIMEOUT={text}",
-            got=repr(text),
-            number=f"{text!r} is no number of seconds",
-            rule="a rank waits for the others for a positive number of seconds",
-            fix=f"FX_FEATHER_TIMEOUT={TIMEOUT_S:g}, or leave it out",
-        )
-    return datetime.timedelta(seconds=seconds)
-
-
-def _begin(backend: str) -> None:
-    """Begins the world of this process, and ends it when the process ends."""
-    dist.init_process_group(backend, timeout=_timeout())
-
-    def leave() -> None:
-        # After an error others may hang, and to wait for them would hide it.
-        if dist.is_initialized() and getattr(sys, "last_type", None) is None:
-            _channels.clear()
-            _groups.clear()
-            dist.destroy_process_group()
-
-    atexit.register(leave)
-
-
-@ft.cache
-def _pause_at_exit() -> None:
-    """Registers a short pause before the interpreter goes."""
-
-    def pause() -> None:
-        # A thread of gloo lets go of the tensors of its last collective on its own time. It needs the interpreter for
-        # that, and aborts the process if there is none any more; whenever this one sleeps, the other has it.
-        for _ in range(10):
-            time.sleep(0.005)
-
-    atexit.register(pause)
-
-
 _groups: dict[tuple[tuple[int, ...], ...], dist.ProcessGroup] = {}
 _channels: dict[dist.ProcessGroup, Channel | None] = {}
 #: For a world in which this rank failed amid a section, why: its collectives don't meet those of the others any more.
 _failed: "weakref.WeakKeyDictionary[Any, str]" = weakref.WeakKeyDictionary()
+
+
+def _forget() -> None:
+    _channels.clear()
+    _groups.clear()
 
 
 class Runtime:
@@ -101,29 +48,29 @@ class Runtime:
     def __init__(self, mesh: Mesh, device: str, backend: str = "eager"):
         self.mesh = mesh
         self.backend = backend
-        self.rank = int(os.environ.get("RANK", "0")) if in_world() else 0
+        self.rank = int(os.environ.get("RANK", "0")) if world.in_world() else 0
         self.device_mesh: DeviceMesh | None = None
         self.device = torch.device(device)
         if self.device.type == "cpu":
             give_back()
             keep_freed()
-        if in_world() and not dist.is_initialized():
+        if world.in_world() and not dist.is_initialized():
             if device == "cuda":
                 torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
             with self._peers("the start"):
-                _begin("nccl" if device == "cuda" else "gloo")
-        world = dist.get_world_size() if dist.is_initialized() else 1
-        if world != mesh.size:
+                world.begin("nccl" if device == "cuda" else "gloo", _forget)
+        size = dist.get_world_size() if dist.is_initialized() else 1
+        if size != mesh.size:
             fail(
                 MeshError,
                 call=f"run on {mesh!r}",
-                got=f"{world} process{'es' if world > 1 else ''}",
-                number=f"the mesh has {mesh.size} ranks, the world has {world}",
+                got=f"{size} process{'es' if size > 1 else ''}",
+                number=f"the mesh has {mesh.size} ranks, the world has {size}",
                 rule="each rank of the mesh is one process",
                 fix=f"torchrun --nproc-per-node {mesh.size} script.py, or simulate(...) for all ranks in one process",
             )
         if dist.is_initialized():
-            _pause_at_exit()
+            world.pause_at_exit()
             self.rank = dist.get_rank()
             if device == "cuda":
                 self.device = torch.device("cuda", torch.cuda.current_device())
@@ -141,7 +88,7 @@ class Runtime:
         self._settled = False
 
     def _device_mesh(self) -> DeviceMesh:
-        # Made from groups: those that a DeviceMesh makes by itself wait for torch's half hour, not for `_timeout`.
+        # Made from groups: those that a DeviceMesh makes by itself wait for torch's half hour, not for `timeout`.
         ranks = torch.arange(self.mesh.size).reshape(self.mesh.shape)
         groups = [self.group((axis,)) for axis in self.mesh.axes]
         return DeviceMesh.from_group(groups, self.device.type, mesh=ranks, mesh_dim_names=self.mesh.axes)
@@ -153,7 +100,7 @@ class Runtime:
             return dist.group.WORLD  # type: ignore[return-value]
         if key not in _groups:
             # Every rank makes every group, in the same order, as torch.distributed asks.
-            made = [(g, dist.new_group(list(g), timeout=_timeout())) for g in key]
+            made = [(g, dist.new_group(list(g), timeout=world.timeout())) for g in key]
             _groups[key] = next(p for g, p in made if self.rank in g)
         return _groups[key]
 
@@ -168,7 +115,7 @@ class Runtime:
 
             with self._peers("connecting ranks of one machine"):
                 ranks = dist.get_process_group_ranks(group)
-                _channels[group] = connect(ranks, dist.get_rank(group), everyone, _timeout().total_seconds())
+                _channels[group] = connect(ranks, dist.get_rank(group), everyone, world.timeout().total_seconds())
         return _channels.get(group)
 
     def compare(self, fingerprint: str) -> None:
@@ -196,23 +143,23 @@ class Runtime:
         """
         if self.mesh.size == 1:
             return self._run(section, inputs)
-        world = dist.group.WORLD
-        if world in _failed:
+        everyone = dist.group.WORLD
+        if everyone in _failed:
             fail(
                 RankError,
                 call=f"rank {self.rank} of {self.mesh!r}",
                 got=f"section {section.name!r}",
-                number=f"an earlier section failed on this rank: {_failed[world]}",
+                number=f"an earlier section failed on this rank: {_failed[everyone]}",
                 rule="all ranks take part in every collective; where one left off is not where the others are",
                 fix="start all ranks again; look at the first error",
             )
         try:
             return self._run(section, inputs)
         except BaseException as e:
-            _failed[world] = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+            _failed[everyone] = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
             for channel in _channels.values():
                 if channel is not None:
-                    channel.close(_failed[world])
+                    channel.close(_failed[everyone])
             raise
 
     def _run(self, section: Section, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -288,6 +235,11 @@ class Runtime:
         """A number that is the same on every rank."""
         return x.item()
 
+    def numbers(self, x: torch.Tensor) -> list[Any]:
+        """Numbers that are the same on every rank."""
+        numbers: list[Any] = x.tolist()
+        return numbers
+
     def gather(self, parts: Sequence[torch.Tensor], types: Sequence[Type]) -> list[torch.Tensor]:
         """Whole values, the same on every rank, from the local parts of all; every rank must call it."""
         if self.mesh.size == 1:
@@ -302,6 +254,8 @@ class Runtime:
 
     def any(self, flags: Sequence[torch.Tensor]) -> list[bool]:
         """For each flag whether it is set on some rank."""
+        if not flags:
+            return []
         flat = torch.stack([f.to(torch.int32) for f in flags])
         if dist.is_initialized() and self.mesh.size > 1:
             with self._peers("looking for the leaf that is not finite"):
@@ -350,24 +304,8 @@ class Runtime:
         peers = Peers(self.mesh.group(self.rank, axes), self.mesh.index(self.rank, axes), self.device, group, channel)
         return bind(c.name, peers, static), operand
 
-    @contextlib.contextmanager
-    def _peers(self, doing: str) -> Iterator[None]:
-        """Turns the failure of another rank into a message that names this rank and what it was doing."""
-        try:
-            yield
-        except (RuntimeError, dist.DistError) as e:
-            text = str(e)
-            if isinstance(e, RankError) or not any(word in text for word in _PEER_WORDS):
-                raise
-            waited = f" within {_timeout().total_seconds():g} s" if "timed out" in text.lower() else ""
-            parts = message(
-                call=f"rank {self.rank} of {self.mesh!r} lost another rank",
-                got=text.splitlines()[0],
-                number=f"{doing} did not complete{waited}",
-                rule="all ranks take part in every collective; one that died or hangs stops the others",
-                fix="look at the rank that failed first; FX_FEATHER_TIMEOUT=seconds sets how long to wait",
-            )
-            raise RankError(parts) from e
+    def _peers(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        return world.peers(f"rank {self.rank} of {self.mesh!r}", doing)
 
 
 def _memory(x: torch.Tensor) -> StorageWeakRef:
@@ -377,20 +315,3 @@ def _memory(x: torch.Tensor) -> StorageWeakRef:
 
 def _is_own(x: torch.Tensor, foreign: set[StorageWeakRef]) -> bool:
     return not foreign or _memory(x) not in foreign
-
-
-_PEER_WORDS = (
-    "Connection closed",
-    "Connection reset",
-    "timed out",
-    "Timed out",
-    "timeout",
-    "Timeout",
-    "Broken pipe",
-    "closed by peer",
-    "Connection refused",
-    "NCCL error",
-    "Socket",
-    "remote process exited",
-    "Application timeout",
-)

@@ -30,6 +30,19 @@ class Simulator:
                     del env[v]
         return [env[v] for v in section.outputs]
 
+    def item(self, x: Ranks) -> Any:
+        """A number that is the same on every rank."""
+        return x[0].item()
+
+    def numbers(self, x: Ranks) -> list[Any]:
+        """Numbers that are the same on every rank."""
+        numbers: list[Any] = x[0].tolist()
+        return numbers
+
+    def any(self, flags: Sequence[Ranks]) -> list[bool]:
+        """For each flag whether it is set on some rank."""
+        return [any(bool(x) for x in ranks) for ranks in flags]
+
     def call(self, func: Func, args: Sequence[Ranks]) -> list[Ranks]:
         """One function on all ranks: rank by rank if it has no collective, else node by node."""
         if func not in self._plain:

@@ -1,16 +1,16 @@
 """Training steps: loss, gradients, clipping and update of one global batch as one program."""
 
 import dataclasses
-import math
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from . import garbage, tree
+from .advance import Advance
 from .compiled import BUCKET_BYTES, Common
 from .draws import INIT, LOSS, UPDATE
-from .errors import AmbiguousError, NonFiniteError, OptionError, StateError, fail
+from .errors import AmbiguousError, OptionError, StateError, fail
 from .layout import Layout, check_rest
 from .mesh import Mesh
 from .optim import Transform
@@ -22,11 +22,9 @@ from .passes.microbatches import place_draws
 from .passes.overlap import overlap
 from .passes.stitch import Funcs, Stitcher
 from .passes.training import gradient_sections, loss_function, optimizer_sections
-from .program import CollectiveNode, Program, Section
+from .program import CollectiveNode, Program
 from .settings import OneOf, check, count, known_options
-from .state import State
-
-Run = Callable[[Section, list[Any]], list[Any]]
+from .state import Split, State
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +74,8 @@ class Step(Common):
             paths = (f"params{path}" for path in self.params.paths)
             check_rest(zip(paths, self.params.types, strict=True))
             raise
-        self._state_types, self._state_tree, self._early = u.state_types, u.state_tree, u.early
+        self._state_types, self._state_tree = u.state_types, u.state_tree
+        self._split = Split(mesh, (*self.params.at_rest(), *u.state_types))
         self.drawn = {LOSS: program.drawn, **u.drawn}
         sections = {"init": u.init, "first": g.first}
         sections |= {"following": g.following} if g.following is not None else {}
@@ -86,6 +85,7 @@ class Step(Common):
             overlap(section, options.prefetch_bytes)
             section.donate()
         self.program = Program(mesh, sections, options.seed if any(self.drawn.values()) else None)
+        self._advance = Advance(self.program, u, self.params, self._aux_tree, adjust is not None)
         for func in self.program.funcs():
             interleave(func.graph)
             if options.matmul == "onednn":
@@ -123,7 +123,7 @@ class Step(Common):
         else:
             values = self.scatter(tree.leaves(params), self.params.at_rest())
             opt = self.gather(self.simulator().run(section, [*values, *self.sim_keys(INIT, 0)]), self._state_types)
-        return State(params, tree.unflatten(self._state_tree, opt), 0, not self.local)
+        return State(params, tree.unflatten(self._state_tree, opt), 0, not self.local, self._own_split(), seed)
 
     def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
         """Takes one step on this rank.
@@ -146,7 +146,7 @@ class Step(Common):
         microbatches = self.local_microbatches(batch, call, state.step)
         # No name but the state's own may hold the old parameters, or they would outlive their update.
         leaves, keys = self.local_params(state.params, call), self.keys(UPDATE, state.step)
-        new, metrics = self._step(state, leaves, opt, keys, microbatches, run.run, run.item, run.any)
+        new, metrics = self._advance(state, leaves, opt, keys, microbatches, run)
         run.settle()
         return self._state(new, state), metrics
 
@@ -160,16 +160,8 @@ class Step(Common):
         sim = self.simulator()
         leaves = self.scatter(self.whole_params(state.params, call), self.params.at_rest())
         moments = self.scatter(opt, self._state_types)
-        new, metrics = self._step(
-            dataclasses.replace(state),
-            leaves,
-            moments,
-            self.sim_keys(UPDATE, state.step),
-            self.sim_microbatches(batch, call, state.step),
-            sim.run,
-            lambda x: x[0].item(),
-            lambda flags: [any(bool(f[i]) for f in flags) for i in range(len(flags[0]))],
-        )
+        microbatches, keys = self.sim_microbatches(batch, call, state.step), self.sim_keys(UPDATE, state.step)
+        new, metrics = self._advance(dataclasses.replace(state), leaves, moments, keys, microbatches, sim)
         whole = self.gather(new, [*self.params.at_rest(), *self._state_types])
         if self._aux_tree is not None:
             # Each leaf is a list here, one value a rank, so that the structure says where a leaf begins.
@@ -195,7 +187,7 @@ class Step(Common):
             params, opt = self.shard_params(state.params), self.own_parts(opt, self._state_types)
         else:
             params, opt = tree.map(torch.clone, state.params), [x.clone() for x in opt]
-        own = State(params, tree.unflatten(self._state_tree, opt), state.step, whole=False)
+        own = State(params, tree.unflatten(self._state_tree, opt), state.step, False, self._split, state.seed)
         new, metrics = self(own, self.shard(batch))
         if self._aux_tree is not None:
             aux = self.runtime().gather(tree.leaves(metrics["aux"]), self._result_types[2:])
@@ -211,12 +203,43 @@ class Step(Common):
         if state.whole:
             return state
         values = self.runtime().gather([*tree.leaves(state.params), *opt], [*self.params.at_rest(), *self._state_types])
-        return dataclasses.replace(self._state(values, state), step=state.step, whole=True)
+        return dataclasses.replace(self._state(values, state), step=state.step, whole=True, split=None)
+
+    def shard_state(self, state: State) -> State:
+        """This rank's part of a whole state, such as `whole` gives, for the step to go on with.
+
+        It is how a state changes its mesh or layout: `new.shard_state(old.whole(state))`. Nothing is taken over. In one
+        process, whose states are whole, it gives the state as it is.
+
+        Raises:
+            StateError: a state that was taken over already, or one in local parts.
+            ShapeError: another structure, shape or dtype than the template's.
+        """
+        call = "shard_state(state)"
+        opt = self._opt_leaves(state, call)
+        if not state.whole:
+            fail(
+                StateError,
+                call=call,
+                got=repr(state),
+                number="its values are local parts already",
+                rule="what is cut into parts is a whole state",
+                fix="step.shard_state(other.whole(state)), where `other` is the step that made the state",
+            )
+        if not self.local:
+            return state
+        params = self.shard_params(state.params)
+        own = tree.unflatten(self._state_tree, self.own_parts(opt, self._state_types))
+        return State(params, own, state.step, False, self._split, state.seed)
+
+    def _own_split(self) -> Split | None:
+        return self._split if self.local else None
 
     def _state(self, leaves: list[torch.Tensor], before: State) -> State:
         n = len(self.params.types)
         params = tree.unflatten(self.params.treedef, leaves[:n])
-        return State(params, tree.unflatten(self._state_tree, leaves[n:]), before.step + 1, before.whole)
+        opt = tree.unflatten(self._state_tree, leaves[n:])
+        return State(params, opt, before.step + 1, before.whole, None if before.whole else self._split, before.seed)
 
     def _opt_leaves(self, state: State, call: str) -> list[Any]:
         if not isinstance(state, State):
@@ -228,73 +251,11 @@ class Step(Common):
                 rule="a step takes the state first, then the batch",
                 fix="state = step.init(seed=0), and then the state that each step returns",
             )
-        state.check(call)
+        state.check(call, self._split, self._advance.leaf_paths)
         tree.check_same(self._state_tree, state.opt, call=call, name="state.opt")
         leaves = tree.leaves(state.opt)
         self.check_leaves(leaves, self._state_types, "state.opt", self._state_tree, state.whole, call)
         return leaves
-
-    def _step(
-        self,
-        state: State,
-        params: list[Any],
-        opt: list[Any],
-        keys: list[Any],
-        microbatches: list[list[Any]],
-        run: Run,
-        item: Callable[[Any], Any],
-        any_rank: Callable[[Any], list[bool]],
-    ) -> tuple[list[Any], dict[str, Any]]:
-        """New parameters and state as one list, and metrics; `run` and the rest are the runtime's or simulator's."""
-        sections, n = self.program.sections, len(params)
-        so_far = run(sections["first"], [*params, *microbatches[0]])
-        for data in microbatches[1:]:
-            so_far = run(sections["following"], [*params, *data, *so_far])
-        (*reduced,) = run(sections["finish"], so_far)
-        del so_far
-        grads, results = reduced[:n], reduced[n:]
-        resting = [*results[2:], *opt, *params, *keys]
-        checked = run(sections["check"], [*grads, *results[:2], *(resting[i] for i in self._early)])
-        loss, norm, count = item(checked[0]), item(checked[1]), item(results[1])
-        if not (math.isfinite(loss) and math.isfinite(norm) and count >= 0):
-            self._refuse(state.step, loss, norm, count, grads, any_rank)
-        del grads, reduced
-        state.take()
-        inputs = [*checked[2:], *resting]
-        del checked, resting
-        params.clear()
-        opt.clear()
-        new = run(sections["update"], inputs)
-        metrics: dict[str, Any] = {"loss": loss, "count": count, "grad_norm": norm}
-        if self._aux_tree is not None:
-            metrics["aux"] = tree.unflatten(self._aux_tree, results[2:])
-        return new, metrics
-
-    def _refuse(
-        self, step: int, loss: float, norm: float, count: float, grads: list[Any], any_rank: Callable[[Any], list[bool]]
-    ) -> None:
-        def finite(g: Any) -> Any:
-            return [~x.isfinite().all() for x in g] if isinstance(g, list) else ~g.isfinite().all()
-
-        flags = [finite(g) for g in grads]
-        per_rank = list(zip(*flags, strict=True)) if flags and isinstance(flags[0], list) else flags
-        bad = [p for p, f in zip(self.params.paths, any_rank(per_rank), strict=True) if f]
-        more = f" (and {len(bad) - 1} more)" if len(bad) > 1 else ""
-        others = "the loss" if not math.isfinite(loss) else "the norm of all, which is too large for its dtype"
-        first = f"params{bad[0]}{more}" if bad else f"no gradient: only {others}"
-        number = f"first leaf with a gradient that is not finite: {first}"
-        if count <= 0:
-            what = "no element of the batch counts towards the loss" if count == 0 else "it can't normalise a sum"
-            number = f"the count is {count}: {what}; {number}"
-        fail(
-            NonFiniteError,
-            call=f"step {step}",
-            got=f"loss {loss}, gradient norm {norm}, count {count}",
-            number=number,
-            rule="a step with a loss or gradient that is not finite would spoil every parameter; it was not applied",
-            fix="the state is unchanged: skip this batch, lower the learning rate, or look at the leaf above, or for "
-            "an index that is outside of a split dim, such as a token of another vocabulary",
-        )
 
     def collectives(self) -> list[CollectiveNode]:
         """The collectives of one step, in order, each microbatch counted."""

@@ -148,9 +148,8 @@ class Block:
         while isinstance(inner, ft.partial):
             inner = inner.func
         self.fn = fn
-        self.name = str(name or getattr(inner, "__name__", type(inner).__name__))
-        self.__name__ = self.name
-        self.__doc__ = inner.__doc__
+        self.name = self.__name__ = str(name or getattr(inner, "__name__", type(inner).__name__))
+        self.__doc__, self.bounded = inner.__doc__, getattr(inner, "bounded", False)
 
     def __call__(self, *args: Any) -> Any:
         """The function itself; in a trace, a node that stands for it."""
@@ -188,6 +187,7 @@ class Block:
         for key, (first, *_) in alike.items():
             if (function, key) not in _current.ids:
                 _current.ids[function, key] = _trace_block(_current, self.fn, self.name, first.leaves, first.treedef)
+                _current.blocks[-1].bounded = self.bounded
         drawing = {m.at for k, ms in alike.items() if _current.blocks[_current.ids[function, k]].draws for m in ms}
         keys = {at: [_current.new_key()] for at in sorted(drawing)}
         for key, members in alike.items():

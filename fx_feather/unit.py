@@ -38,7 +38,8 @@ def avals(types: Sequence[Type], device: str) -> list[Aval]:
 class Unit:
     """One graph of a global program: a block, or the operators between two blocks.
 
-    Its placeholders are tensors, its output is a list of nodes.
+    Its placeholders are tensors, its output is a list of nodes. `bounded` says that it gives finite values for finite
+    ones of moderate size, whatever they are.
     """
 
     name: str
@@ -47,6 +48,7 @@ class Unit:
     regions: list["Region"] = dataclasses.field(default_factory=list)
     #: For a block, whether it draws random numbers: its last input is then the key of the call, int64[2].
     draws: bool = False
+    bounded: bool = False
 
     @property
     def inputs(self) -> list[fx.Node]:

@@ -350,7 +350,7 @@ CASES = [
     case(
         "parameters of the wrong shape and dtype, all at once", E.ShapeError,
         lambda: compiled().simulate({"up": torch.ones(4, 8).double(), "down": torch.ones(4, 8)}, example()),
-        "2 problems", "params['up']", "f64[4, 8]", "params['down']", "shape [8, 4]",
+        "params['down'] and 1 more", "params['up'] is f64[4, 8], not f32[4, 8]", "not f32[8, 4]",
     ),
     case(
         "parameters with a leaf missing", E.ShapeError,

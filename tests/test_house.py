@@ -31,11 +31,12 @@ FLOORS = (
         "reuse",
         "identity",
         "heap",
+        "finite",
         "inductor",
         "unbuffered",
         "tiles",
     },
-    {"state", "deferred", "spec", "channel"},
+    {"state", "deferred", "spec", "channel", "world"},
     {"initializers", "param", "shared"},
     {"layout"},
     {"collectives", "kernels"},
@@ -48,7 +49,7 @@ FLOORS = (
     {"transport"},
     {"runtime", "simulate", "price", "checkpoint", "explain", "hf"},
     {"pipeline"},
-    {"inputs", "manual"},
+    {"inputs", "manual", "advance"},
     {"compiled", "shard_map"},
     {"compiler", "step"},
     {"testing", "generate"},
@@ -62,7 +63,7 @@ MODEL_MAY_IMPORT = {"errors", "tree", "initializers", "param", "kernels", "trace
 # Layouts and examples use what any user uses: the names of fx_feather itself, and these parts of it.
 USER_MAY_IMPORT = {"data", "metrics", "models", "nn", "testing"}
 
-MAY_IMPORT_DISTRIBUTED = {"runtime", "transport", "checkpoint"}
+MAY_IMPORT_DISTRIBUTED = {"runtime", "transport", "checkpoint", "world"}
 UNPICKLERS = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal", "joblib"}
 NAMED_FOR_NOTHING = {"util", "utils", "helper", "helpers", "common", "misc", "base", "stuff", "lib"}
 

@@ -291,8 +291,10 @@ def test_replicas_hold_the_same_bits() -> None:
     state = run(sections["init"], params)
     for _ in range(3):
         reduced = run(sections["finish"], run(sections["first"], [*params, *data]))
-        checked = run(sections["check"], reduced[: n + 2])
-        new = run(sections["update"], [*checked[2:], *state, *params])
+        resting, updates = [*state, *params], step._advance.updates
+        _, _, numbers, *checked = run(sections["check"], [*reduced[: n + 2], *(resting[i] for i in updates.early)])
+        assert all(torch.equal(x, numbers[0]) for x in numbers)
+        new = run(sections["update"], [*checked, *resting])
         params, state = new[:n], new[n:]
         for values in new:
             for ranks in mesh.groups("r"):

@@ -1,7 +1,8 @@
 """The arithmetic of optimizers, leaf by leaf: each function is a block, traced once for all leaves that are alike."""
 
 import functools as ft
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -9,10 +10,23 @@ from torch import Tensor
 from fx_feather import kernels as kernels  # defines an operator that is used below
 from fx_feather.trace import block
 
+_Leaf = TypeVar("_Leaf", bound=Callable[..., Any])
+
+
+def bounded(fn: _Leaf) -> _Leaf:
+    """Marks what gives finite values for finite values and numbers of moderate size, at any of them.
+
+    An update made of such blocks alone may write over the old values at once: any other is tried first, beside them.
+    """
+    fn.bounded = True  # type: ignore[attr-defined]
+    return fn
+
+
 # Scalars that depend on the step come as 0-dim float64 tensors. They are rounded to the leaf's dtype before they meet
 # it: a leaf without dims would be widened by them, and one with dims would be read through a slow conversion.
 
 
+@bounded
 def adam_leaf(
     grad: Tensor, mu: Tensor, nu: Tensor, correct1: Tensor, correct2: Tensor, b1: float, b2: float, eps: float
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -27,6 +41,7 @@ def adam_leaf(
     return mu / (nu.sqrt() * scale + floor), mu, nu
 
 
+@bounded
 def adamw_leaf(
     grad: Tensor,
     mu: Tensor,
@@ -45,6 +60,7 @@ def adamw_leaf(
     return scale_leaf(decay_leaf(direction, param, decay), -lr), mu, nu
 
 
+@bounded
 def adamw_step_leaf(
     grad: Tensor,
     factor: Tensor,
@@ -81,11 +97,13 @@ def corrections(step: Tensor, b1: float, b2: float) -> tuple[Tensor, Tensor]:
     return 1 - torch.pow(b1, t), 1 - torch.pow(b2, t)
 
 
+@bounded
 def decay_leaf(update: Tensor, param: Tensor, decay: float) -> Tensor:
     """Adds the gradient of `decay / 2` times the squared parameter."""
     return torch.add(update, param.to(update.dtype), alpha=decay) if decay else update
 
 
+@bounded
 def momentum_leaf(grad: Tensor, velocity: Tensor, momentum: float, nesterov: bool) -> tuple[Tensor, Tensor]:
     """The direction and the new velocity; with Nesterov's, one step ahead (Sutskever et al. 2013, as in torch)."""
     grad = grad.to(velocity.dtype)
@@ -93,6 +111,7 @@ def momentum_leaf(grad: Tensor, velocity: Tensor, momentum: float, nesterov: boo
     return (grad + momentum * velocity if nesterov else velocity), velocity
 
 
+@bounded
 def sgd_leaf(
     grad: Tensor, velocity: Tensor, param: Tensor, lr: Tensor, momentum: float, nesterov: bool, decay: float
 ) -> tuple[Tensor, Tensor]:
@@ -101,11 +120,13 @@ def sgd_leaf(
     return scale_leaf(direction, -lr), velocity
 
 
+@bounded
 def plain_sgd_leaf(grad: Tensor, param: Tensor, lr: Tensor, decay: float) -> Tensor:
     """The update of SGD without momentum."""
     return scale_leaf(decay_leaf(wide(grad), param, decay), -lr)
 
 
+@bounded
 def scale_leaf(update: Tensor, factor: Tensor | float) -> Tensor:
     """A multiple of an update, in its own dtype."""
     if isinstance(factor, Tensor):
@@ -118,6 +139,7 @@ def zeros_leaf(param: Tensor) -> Tensor:
     return torch.zeros_like(param, dtype=wide_dtype(param.dtype))
 
 
+@bounded
 def apply_leaf(param: Tensor, update: Tensor) -> Tensor:
     """Adds in the wider of the two dtypes, and rounds once."""
     wide = torch.promote_types(param.dtype, update.dtype)

@@ -19,6 +19,7 @@ from ..spec import Type
 from ..tiles import POINTWISE, is_pointwise
 from ..trace import block, trace
 from ..unit import GlobalProgram, Unit, avals
+from .numbers import Numbers
 from .order import by_output
 from .parts import at_its_use, in_parts
 from .reach import gradient_type, needs_gradient, reached_by_cotangents
@@ -226,6 +227,7 @@ class Updates:
     `update` needs of both; `update` gives new parameters and state. The state's types and structure belong to it.
     `early` are the places, in the list of all state, parameters and keys, of those that `check` reads after the
     gradients. `drawn` are the numbers of the calls that draw, whose keys are the last inputs of `init` and `update`.
+    Where the update reads `numbers`, `check` gives them as one vector after loss and norm.
     """
 
     init: Section
@@ -235,6 +237,7 @@ class Updates:
     state_tree: Any
     early: list[int]
     drawn: dict[str, tuple[int, ...]]
+    numbers: Numbers
 
 
 def _mean_factor(count: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -331,6 +334,13 @@ def optimizer_sections(
     # What is as cheap as reading its result is made again by the update, and not kept in between.
     kept = [k for k in early if not _is_cheap(program.units[rows[k][0].unit])]
     late = by_output(rows, program.outputs[2 : 2 + n], program.outputs[2 + n :], done=kept)
+    counters = program.inputs[len(reduced) : len(reduced) + len(state_types)]
+    numbers = Numbers.of(program, f, rows, [*program.inputs[n : n + 2], *counters], early, late)
+    # Numbers that the update reads are made before it, and looked at.
+    s.run_forward(f, {}, set(), numbers.ahead)
+    kept += numbers.ahead
+    late = [k for k in late if k not in numbers.ahead]
+    vector = numbers.vector(s, f)
     made = {o for k in kept for row in rows[k] for o in row.outs}
     used = {a for k in late for row in rows[k] for a in row.args}
     carried = sorted({f.values[a] for a in (used | set(program.outputs[2:])) & made})
@@ -339,11 +349,12 @@ def optimizer_sections(
     taken = {f.values[a] for a in used & given}
     passed = [v for v in inputs[: n + 2] if v in taken]
     # A call that makes the norm may make more of the optimizer's small values, such as the number of the next step.
-    read = {f.values[a] for k in early for row in rows[k] for a in row.args if a in given}
+    read = {f.values[a] for k in (*early, *numbers.ahead) for row in rows[k] for a in row.args if a in given}
+    read |= {f.values[v] for v in numbers.names if v in given}
     rest = inputs[n + 2 :]
     at = [i for i, v in enumerate(rest) if v in read]
     s.instrs = at_its_use(s.instrs, parts)
-    check = s.section("check", [*inputs[: n + 2], *(rest[i] for i in at)], [loss, norm, *carried, *passed])
+    check = s.section("check", [*inputs[: n + 2], *(rest[i] for i in at)], [loss, norm, *vector, *carried, *passed])
     s.run_forward(f, {}, set(), late)
     outs = [f.values[o] for o in program.outputs[2:]]
     new_params = s.convert(outs[:n], at_rest, "store", bucket)
@@ -351,7 +362,7 @@ def optimizer_sections(
     outs = s.contiguous([*new_params, *new_state])
     section = s.section("update", [*carried, *passed, *rest], outs)
     drawn = {INIT: init_program.drawn, UPDATE: program.drawn}
-    return Updates(init, check, section, state_types, init_program.out_tree, at, drawn)
+    return Updates(init, check, section, state_types, init_program.out_tree, at, drawn, numbers)
 
 
 def loss_function(loss_fn: Callable[..., Any]) -> Callable[..., list[torch.Tensor]]:

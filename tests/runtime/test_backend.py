@@ -7,7 +7,7 @@ import torch
 
 import fx_feather as ff
 import layouts
-from fx_feather import optim, runtime, tiles, tree
+from fx_feather import optim, runtime, tiles, tree, world
 from fx_feather.models import deepseek_v3, gpt2, llama
 from tests.runtime.jobs import linear_batch, linear_step
 
@@ -107,6 +107,6 @@ def test_holes_in_the_heap_go_back_after_the_first_step_alone(monkeypatch: pytes
 def test_a_timeout_that_is_no_time_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FX_FEATHER_TIMEOUT", text)
     with pytest.raises(ff.FeatherError, match="is no number of seconds"):
-        runtime._timeout()
+        world.timeout()
     monkeypatch.setenv("FX_FEATHER_TIMEOUT", "2.5")
-    assert runtime._timeout().total_seconds() == 2.5
+    assert world.timeout().total_seconds() == 2.5
