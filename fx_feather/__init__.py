@@ -39,8 +39,15 @@ from .sampling import Sampling as Sampling
 from .optim import Transform as Transform
 from .optim import adamw as adamw
 from .optim import apply_updates as apply_updates
+from .optim import averaged as averaged
 from .optim import chain as chain
 from .optim import clip_by_global_norm as clip_by_global_norm
+from .optim import ema as ema
+from .optim import freeze as freeze
+from .optim import lion as lion
+from .optim import masked as masked
+from .optim import multi_transform as multi_transform
+from .optim import muon as muon
 from .optim import scale as scale
 from .optim import sgd as sgd
 from .optim import warmup_cosine as warmup_cosine

@@ -59,6 +59,8 @@ class Step(Common):
     ):
         accumulate, bucket = options.accumulate, options.bucket_bytes
         super().__init__(template, mesh, layout, batch, batch_dims, options.device, accumulate, options.backend)
+        if optimizer.frozen is not None:
+            self.params.frozen = optimizer.frozen(template)
         check_matmul(options.matmul, self.device)
         s = Stitcher(Funcs(mesh, layout, self.device, options.remat))
         wrapped = loss_function(loss_fn)

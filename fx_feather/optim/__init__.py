@@ -2,10 +2,17 @@
 
 from .adam import adamw as adamw
 from .adam import scale_by_adam as scale_by_adam
+from .average import averaged as averaged
+from .average import ema as ema
+from .lion import lion as lion
 from .momentum import sgd as sgd
 from .momentum import trace as trace
+from .muon import muon as muon
 from .norm import clip_by_global_norm as clip_by_global_norm
 from .norm import global_norm as global_norm
+from .patterns import freeze as freeze
+from .patterns import masked as masked
+from .patterns import multi_transform as multi_transform
 from .scaling import add_decayed_weights as add_decayed_weights
 from .scaling import scale as scale
 from .scaling import scale_by_schedule as scale_by_schedule

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from fx_feather import kernels as kernels  # defines an operator that is used below
-from fx_feather.trace import block
+from fx_feather.trace import block, constrain
 
 _Leaf = TypeVar("_Leaf", bound=Callable[..., Any])
 
@@ -127,6 +127,62 @@ def plain_sgd_leaf(grad: Tensor, param: Tensor, lr: Tensor, decay: float) -> Ten
 
 
 @bounded
+def lion_leaf(
+    grad: Tensor, mu: Tensor, param: Tensor, lr: Tensor, b1: float, b2: float, decay: float
+) -> tuple[Tensor, Tensor]:
+    """Lion's update and the new momentum; Chen et al. 2023, algorithm 2."""
+    grad = grad.to(mu.dtype)
+    direction = torch.sign(torch.lerp(grad, mu, b1))
+    return scale_leaf(decay_leaf(direction, param, decay), -lr), torch.lerp(grad, mu, b2)
+
+
+@bounded
+def muon_leaf(
+    grad: Tensor,
+    velocity: Tensor,
+    param: Tensor,
+    lr: Tensor,
+    momentum: float,
+    nesterov: bool,
+    decay: float,
+    steps: int,
+    scale: float,
+    eps: float,
+) -> tuple[Tensor, Tensor]:
+    """Muon's update and the new velocity."""
+    grad = grad.to(velocity.dtype)
+    velocity = torch.lerp(grad, velocity, momentum)
+    direction = torch.lerp(grad, velocity, momentum) if nesterov else velocity
+    # Products of a split matrix with itself would need it whole twice, or sums of each: it is gathered once.
+    direction = orthogonal(constrain(direction, "_ _"), steps, eps) * scale
+    return scale_leaf(decay_leaf(direction, param, decay), -lr), velocity
+
+
+def orthogonal(x: Tensor, steps: int, eps: float) -> Tensor:
+    """A matrix with the singular vectors of `x`, its singular values near 1; Jordan et al. 2024."""
+    a, b, c = 3.4445, -4.775, 2.0315
+    wide = x.shape[0] <= x.shape[1]
+    x = x if wide else x.mT  # the products are then of the smaller side
+    x = x / torch.linalg.vector_norm(x).clamp(min=eps)
+    for _ in range(steps):
+        gram = x @ x.mT
+        x = a * x + (b * gram + c * (gram @ gram)) @ x
+    return x if wide else x.mT
+
+
+@bounded
+def average_leaf(mean: Tensor, param: Tensor, decay: float) -> Tensor:
+    """A moving average after one more value."""
+    return torch.lerp(param.to(mean.dtype), mean, decay)
+
+
+@bounded
+def copy_leaf(param: Tensor) -> Tensor:
+    """A parameter's value as the start of a statistic, in float32 or wider."""
+    return param.to(wide_dtype(param.dtype), copy=True)
+
+
+@bounded
 def scale_leaf(update: Tensor, factor: Tensor | float) -> Tensor:
     """A multiple of an update, in its own dtype."""
     if isinstance(factor, Tensor):
@@ -159,6 +215,7 @@ def max_abs_leaf(x: Tensor) -> Tensor:
     return wide(x).abs().amax()
 
 
+@bounded
 def finite_leaf(x: Tensor, what: str) -> Tensor:
     """The number itself, which must be finite for the step to go on."""
     return torch.ops.fx_feather.finite(x, what)
@@ -190,6 +247,10 @@ decayed = block(decay_leaf, name="decay")
 with_momentum = block(momentum_leaf, name="momentum")
 sgd = block(sgd_leaf, name="sgd")
 plain_sgd = block(plain_sgd_leaf, name="sgd")
+lion = block(lion_leaf, name="lion")
+muon = block(muon_leaf, name="muon")
+moved_average = block(average_leaf, name="ema")
+copied = block(copy_leaf, name="copy")
 scaled = block(scale_leaf, name="scale")
 zeros = block(zeros_leaf, name="zeros")
 applied = block(apply_leaf, name="apply_updates")

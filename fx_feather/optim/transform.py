@@ -34,6 +34,8 @@ class Transform:
         text: how it prints.
         fused: `(grads, state, params, factor) -> (params, state)`, which gives what `update` of `factor` times the
             gradients and then `apply_updates` give, but for rounding, in fewer passes over memory.
+        frozen: numbers of the leaves of a tree like the parameters that the whole optimizer leaves as they are: their
+            gradients are neither read nor counted, and may have another shape.
         rescale: `(grads, state, factor) -> (factor, state)`, for what multiplies all gradients by one number: the new
             factor, so that no pass over memory is needed for it.
 
@@ -47,6 +49,7 @@ class Transform:
     text: str = "Transform(...)"
     fused: Callable[[tree.Tree, tree.Tree, tree.Tree, Factor], tuple[tree.Tree, tree.Tree]] | None = None
     rescale: Callable[[tree.Tree, tree.Tree, Factor], tuple[Factor, tree.Tree]] | None = None
+    frozen: Callable[[tree.Tree], frozenset[int]] | None = None
 
     def step(
         self, grads: tree.Tree, state: tree.Tree, params: tree.Tree, factor: Factor = None

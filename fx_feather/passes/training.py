@@ -34,6 +34,8 @@ class Parameters:
     types: list[ParamTypes]
     compute_dtype: torch.dtype | None
     reduce_dtype: torch.dtype | None
+    #: Numbers of those that the optimizer never moves: a number stands in the place of their gradients.
+    frozen: frozenset[int] = frozenset()
 
     def __repr__(self) -> str:
         elements = sum(math.prod(t.compute.shape) for t in self.types)
@@ -58,7 +60,10 @@ class Parameters:
 
     def gradients(self) -> list[Type]:
         """Types of the reduced gradients."""
-        return [t.opt.with_(dtype=self.reduced(i)) for i, t in enumerate(self.types)]
+        return [
+            Type(self.reduced(i), (), ()) if i in self.frozen else t.opt.with_(dtype=self.reduced(i))
+            for i, t in enumerate(self.types)
+        ]
 
     def _used(self, own: torch.dtype) -> torch.dtype:
         return self.compute_dtype if self.compute_dtype is not None and own.is_floating_point else own
@@ -128,11 +133,14 @@ def gradient_sections(
                         if g in varying:
                             varying[g] |= t.replicated
             for i, (g, use) in enumerate(zip(program.inputs, params.in_use(), strict=False)):
-                wanted.append(gradient_type(use, params.types[i], params.reduced(i), varying[g]))
+                frozen = i in params.frozen
+                wanted.append(
+                    final[i] if frozen else gradient_type(use, params.types[i], params.reduced(i), varying[g])
+                )
             results.extend(f.out_types())
         so_far = s.like(before or ())
         sums = dict(zip(program.inputs[:n], so_far, strict=False))
-        needs = needs_gradient(program, set(program.inputs[:n]))
+        needs = needs_gradient(program, {g for i, g in enumerate(program.inputs[:n]) if i not in params.frozen})
         if needs[program.outputs[1]]:
             _refuse_count()
         loss = program.outputs[0]
@@ -302,7 +310,8 @@ def optimizer_sections(
         loss = block(_quotient, name="loss")(total, count)
         # One number, not a pass over all gradients: whoever reads them multiplies by it.
         factor = block(_mean_factor, name="mean")(count, norm_dtype)
-        norm = block(_narrowed, name="norm")(scaled_norm(grads, factor), norm_dtype)
+        moved = [g for i, g in enumerate(tree.leaves(grads)) if i not in params.frozen]
+        norm = block(_narrowed, name="norm")(scaled_norm(moved, factor), norm_dtype)
         values, new = optimizer.step(grads, old, values, factor)
         return loss, norm, values if adjust is None else adjust(values, aux), new
 
