@@ -5,10 +5,13 @@ from collections.abc import Sequence
 
 import torch
 
+from .. import kernels as kernels  # defines operators that are used below
 from ..source import label
 from ..spec import Type
 from ..unit import Call, GlobalProgram
 from .stitch import Forward, Stitcher
+
+_CHECKED = (torch.ops.fx_feather.scheduled.default, torch.ops.fx_feather.finite.default)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,3 +77,9 @@ class Numbers:
         )
         t = Type(torch.float64, (len(values),), ((),))
         return [s.small(lambda *xs: [torch.stack([x.to(torch.float64) for x in xs])], same, t, "numbers")]
+
+
+def checked(program: GlobalProgram) -> list[int]:
+    """The numbers of an update that raise if they are not fine: that must be before anything is written over."""
+    found = {i for i, unit in enumerate(program.units) if any(n.target in _CHECKED for n in unit.graph.nodes)}
+    return [o for call in program.calls if call.unit in found for o in call.outs]

@@ -19,7 +19,7 @@ from ..spec import Type
 from ..tiles import POINTWISE, is_pointwise
 from ..trace import block, trace
 from ..unit import GlobalProgram, Unit, avals
-from .numbers import Numbers
+from .numbers import Numbers, checked
 from .order import by_output
 from .parts import at_its_use, in_parts
 from .reach import gradient_type, needs_gradient, reached_by_cotangents
@@ -81,8 +81,6 @@ class Gradients:
     following: Section | None
     finish: Section
 
-
-_CHECKED = (torch.ops.fx_feather.scheduled.default, torch.ops.fx_feather.finite.default)
 
 #: Parts in which the gradients of a step are reduced at least, if none is of fewer bytes than the second number.
 _PARTS, _LEAST = 8, 1 << 20
@@ -263,12 +261,6 @@ def _is_cheap(unit: Unit) -> bool:
     return len(work) <= 1 and all(is_pointwise(n) for n in work)
 
 
-def _checked(program: GlobalProgram) -> list[int]:
-    """The numbers of an update that raise if they are not fine: that must be before anything is written over."""
-    found = {i for i, unit in enumerate(program.units) if any(n.target in _CHECKED for n in unit.graph.nodes)}
-    return [o for call in program.calls if call.unit in found for o in call.outs]
-
-
 def _quotient(total: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     return total / count
 
@@ -333,7 +325,7 @@ def optimizer_sections(
     program, parts = in_parts(s, program, inputs[:n], program.outputs[1])
     f = s.forward(program, [*inputs, *parts], {})
     rows = [call.rows for call in f.calls]
-    early = by_output(rows, program.outputs[:2], _checked(program))
+    early = by_output(rows, program.outputs[:2], checked(program))
     s.run_forward(f, {}, set(), early)
     loss, norm = s.convert(
         [f.values[o] for o in program.outputs[:2]],
