@@ -402,6 +402,14 @@ def test_a_rate_of_0_moves_nothing(optimizer: Callable[..., optim.Transform], lr
     assert_close(ours(optimizer(lr)), tensors(0))
 
 
+def test_a_function_prints_by_its_name() -> None:
+    def halving(step: int) -> float:
+        return 0.5**step
+
+    assert repr(optim.sgd(halving)).startswith("sgd(lr=test_a_function_prints_by_its_name.<locals>.halving, momentum")
+    assert repr(optim.lion(0.1)).startswith("lion(lr=0.1, b1")
+
+
 def test_a_rate_may_be_a_tensor_without_dims() -> None:
     assert_close(ours(optim.adamw(torch.tensor(0.25))), ours(optim.adamw(0.25)))
 

@@ -11,7 +11,7 @@ from fx_feather.settings import check, text
 from fx_feather.trace import block
 
 from . import leaf
-from .schedules import as_schedule
+from .schedules import as_schedule, shown
 from .transform import (
     DecayMask,
     Factor,
@@ -102,7 +102,7 @@ def adamw(
         new, mu, nu = (tree.unflatten(treedef, column) for column in columns(out, 3))
         return new, {"step": step, "mu": mu, "nu": nu}
 
-    return Transform(init, update, text("adamw", settings), fused)
+    return Transform(init, update, text("adamw", settings | {"lr": shown(lr, schedule)}), fused)
 
 
 def scale_by_adam(b1: float = 0.9, b2: float = 0.95, eps: float = 1e-8) -> Transform:

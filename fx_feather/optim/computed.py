@@ -92,4 +92,4 @@ class Computed:
         return f"{name} ({code.co_filename}:{code.co_firstlineno})" if code is not None else name
 
     def __repr__(self) -> str:
-        return repr(self.fn)
+        return getattr(self.fn, "__qualname__", type(self.fn).__qualname__)

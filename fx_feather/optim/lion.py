@@ -5,7 +5,7 @@ from fx_feather.errors import OptimizerError
 from fx_feather.settings import check, text
 
 from . import leaf
-from .schedules import as_schedule
+from .schedules import as_schedule, shown
 from .transform import (
     DecayMask,
     LearningRate,
@@ -66,4 +66,4 @@ def lion(
         updates, mu = (tree.unflatten(treedef, column) for column in columns(out, 2))
         return updates, {"step": state["step"] + 1, "mu": mu}
 
-    return Transform(init, update, text("lion", settings))
+    return Transform(init, update, text("lion", settings | {"lr": shown(lr, schedule)}))

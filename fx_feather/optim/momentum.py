@@ -7,7 +7,7 @@ from fx_feather.errors import OptimizerError
 from fx_feather.settings import Check, check, text
 
 from . import leaf
-from .schedules import as_schedule
+from .schedules import as_schedule, shown
 from .transform import (
     DecayMask,
     LearningRate,
@@ -81,7 +81,7 @@ def sgd(
         updates, velocity = (tree.unflatten(treedef, column) for column in columns(out, 2))
         return updates, {"step": step, "velocity": velocity}
 
-    return Transform(init, update, text("sgd", settings))
+    return Transform(init, update, text("sgd", settings | {"lr": shown(lr, schedule)}))
 
 
 def trace(momentum: float, nesterov: bool = False) -> Transform:

@@ -7,7 +7,7 @@ from fx_feather.errors import OptimizerError, message, raise_all
 from fx_feather.settings import check, is_count, text
 
 from . import leaf
-from .schedules import as_schedule
+from .schedules import as_schedule, shown
 from .transform import (
     LearningRate,
     Transform,
@@ -120,4 +120,4 @@ def muon(
         updates, velocity = (tree.unflatten(treedef, column) for column in columns(out, 2))
         return updates, {"step": state["step"] + 1, "velocity": velocity}
 
-    return Transform(init, update, text("muon", settings))
+    return Transform(init, update, text("muon", settings | {"lr": shown(lr, schedule)}))

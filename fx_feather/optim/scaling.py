@@ -13,7 +13,7 @@ from fx_feather.settings import check, is_finite, text
 
 from . import leaf
 from .computed import LARGEST
-from .schedules import as_schedule
+from .schedules import as_schedule, shown
 from .transform import DecayMask, Factor, Transform, decay_check, decays, device, first_step, rows, scaled, stateless
 
 
@@ -87,7 +87,7 @@ def scale_by_schedule(schedule: Callable[[Any], Any]) -> Transform:
         factor = computed(state["step"])
         return scaled(grads, factor), {"step": state["step"] + 1}
 
-    return Transform(init, update, text("scale_by_schedule", settings))
+    return Transform(init, update, text("scale_by_schedule", {"schedule": shown(schedule, computed)}))
 
 
 def add_decayed_weights(weight_decay: float, decay_mask: DecayMask = None) -> Transform:

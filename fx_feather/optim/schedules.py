@@ -127,6 +127,11 @@ def as_schedule(lr: Any, call: str, least: float = 0) -> Callable[[Tensor], Tens
     return Computed(lr, f"{call}(...)", least) if callable(lr) else constant(float(lr))
 
 
+def shown(lr: Any, schedule: Callable[[Tensor], Tensor]) -> Any:
+    """A rate as it prints: a function of Python by its name, all else as it was given."""
+    return schedule if isinstance(schedule, Computed) else lr
+
+
 Rule = Callable[[Tensor], Tensor]
 
 
