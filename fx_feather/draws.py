@@ -211,7 +211,7 @@ def lower_graph(gm: fx.GraphModule, key: Key) -> bool:
         if explicit:
             n.update_arg(0, node)
             continue
-        _replace(graph, n, node, site, (leaves, treedef, at))
+        _replace(gm, n, node, site, (leaves, treedef, at))
     return node is not None
 
 
@@ -230,9 +230,9 @@ def _key_node(gm: fx.GraphModule, key: Tensor | None) -> fx.Node:
     return node
 
 
-def _replace(graph: fx.Graph, n: fx.Node, run: fx.Node, site: Site, given: tuple[Any, Any, list[int]]) -> None:
+def _replace(gm: fx.GraphModule, n: fx.Node, run: fx.Node, site: Site, given: tuple[Any, Any, list[int]]) -> None:
     leaves, treedef, at = given
-    start = site.count
+    graph, start = gm.graph, site.count
 
     def flat(key: Tensor, *tensors: Tensor) -> list[Tensor]:
         full = list(leaves)
@@ -255,7 +255,7 @@ def _replace(graph: fx.Graph, n: fx.Node, run: fx.Node, site: Site, given: tuple
                 copied[m].meta |= {k: v for k, v in n.meta.items() if k != "val"}
     outs = [copied[o] for o in traced.output_node().args[0]]
     if name_of(n.target).endswith("_"):
-        _write(graph, n, outs[0], set(copied.values()))
+        _write(gm, n, outs[0], {copied[m] for m in traced.nodes if m.op == "call_function"})
     elif n.target._schema.returns and len(n.target._schema.returns) > 1:
         for user in list(n.users):
             assert user.target is operator.getitem
@@ -267,16 +267,20 @@ def _replace(graph: fx.Graph, n: fx.Node, run: fx.Node, site: Site, given: tuple
         graph.erase_node(n)
 
 
-_FRESH = ("empty", "zeros", "ones", "full", "empty_like", "zeros_like", "ones_like", "new_empty", "new_zeros")
-
-
-def _write(graph: fx.Graph, n: fx.Node, drawn: fx.Node, made: set[fx.Node]) -> None:
-    """What is drawn into a tensor that was just made is a value of its own; else it is copied over what was there."""
-    x = n.args[0]
+def _write(gm: fx.GraphModule, n: fx.Node, drawn: fx.Node, made: set[fx.Node]) -> None:
+    """What is drawn over a value that no other shares memory with is a value of its own; else it is copied there."""
+    graph, x = gm.graph, n.args[0]
     n.replace_all_uses_with(drawn)
-    if name_of(x.target) in _FRESH and not set(x.users) - made - {n}:
+    others = [m for m in graph.nodes if m not in made and m is not n and _memory(gm, m) == _memory(gm, x)]
+    if others == [x] and x.op == "call_function":
         return
     with graph.inserting_before(n):
         copy = graph.call_function(torch.ops.aten.copy_.default, (x, drawn))
         copy.meta = dict(n.meta)
     drawn.replace_all_uses_with(copy, delete_user_cb=lambda user: user is not copy)
+
+
+def _memory(gm: fx.GraphModule, n: fx.Node) -> int | None:
+    """What is equal for values that share memory; None for what has none."""
+    val = getattr(gm, n.target) if n.op == "get_attr" else n.meta.get("val")
+    return val.untyped_storage()._cdata if isinstance(val, Tensor) else None

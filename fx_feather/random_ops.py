@@ -159,7 +159,9 @@ def arguments(op: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str,
     schema = op._schema.arguments
     # A dtype that is left out is a number in the schema.
     given = {s.name: s.default_value for s in schema if s.has_default_value() and s.name != "dtype"}
-    return given | dict(zip((s.name for s in schema), args, strict=False)) | kwargs
+    given |= dict(zip((s.name for s in schema), args, strict=False)) | kwargs
+    # In place, dropout calls what it reads otherwise.
+    return {"input": given["self"], **given} if name_of(op).endswith("dropout_") else given
 
 
 def draws(op: Any, a: dict[str, Any]) -> bool:

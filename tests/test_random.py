@@ -109,6 +109,8 @@ KINDS = {
     "exponential_": lambda x: torch.empty_like(x).exponential_(2.0),
     "log_normal_": lambda x: torch.empty_like(x).log_normal_(0.0, 0.5),
     "random_": lambda x: torch.empty_like(x).random_(),
+    "dropout in place": lambda x: F.dropout(x * 2, 0.5, inplace=True),
+    "a module in place": lambda x: torch.nn.Dropout(0.5, inplace=True)(torch.relu(x)) + 1,
     "a key of one's own": lambda x: ff.random.dropout(ff.random.fold_in(ff.random.key(1), 2), x, 0.5),
     "a shape and a key": lambda x: x * ff.random.uniform(ff.random.key(1), (12,), 1.0, 2.0, dtype=x.dtype),
 }
@@ -189,7 +191,9 @@ def test_what_is_compiled_under_seeded_has_keys_of_its_own():
         assert torch.equal(inside.simulate(TENSORS, X), plain.simulate(TENSORS, X))
 
 
-def test_inductor_draws_the_same():
+def test_inductor_draws_the_same(pytestconfig):
+    if not pytestconfig.getoption("--deep"):
+        return  # to compile C++ takes many seconds
     fn = lambda p, x: (F.dropout(x, 0.5), torch.rand_like(x))  # noqa: E731
     eager, fused = (compiled(fn, seed=0, backend=b)(TENSORS, X) for b in ("eager", "inductor"))
     assert all(torch.equal(a, b) for a, b in zip(eager, fused, strict=True))
@@ -254,10 +258,12 @@ def test_microbatches_draw_the_rows_of_the_batch_wherever_they_are(fn):
     [
         (lambda x: torch.rand(12, generator=torch.Generator()), r"torch.Generator.*ff.random.normal"),
         (lambda x: torch.empty(12).normal_(generator=torch.Generator()), r"torch.Generator.*seed="),
+        (lambda x: F.dropout(x, 0.5, inplace=True), r"aten::copy_.*in place"),
+        (lambda x: x.view(-1, 12)[0].normal_(), r"aten::copy_.*in place"),
         (lambda x: torch.poisson(x.abs()), r"how poisson draws is not known.*torch.rand"),
         (lambda x: torch.multinomial(torch.ones(12), 3)[0], r"how multinomial draws is not known"),
     ],
-    ids=["generator", "generator of a method", "poisson", "multinomial"],
+    ids=["generator", "generator of a method", "the batch", "a view of the batch", "poisson", "multinomial"],
 )
 def test_what_cannot_be_drawn_by_a_key_is_refused(draw, words):
     with pytest.raises(ff.FeatherError, match=f"(?s)test_random.py.*{words}"):
