@@ -1,6 +1,5 @@
 """Random numbers as a function of a key and of the place of an element in a whole tensor, as one operator."""
 
-import functools as ft
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +30,8 @@ KINDS = {
     "exponential": ("rate",),
 }
 
+_MASKS = ("bernoulli", "keep")
+
 
 def signed(n: int) -> int:
     """The int64 with the low 64 bits of an integer."""
@@ -49,11 +50,14 @@ def _mix_(z: Tensor, free: Tensor, how: tuple[int, int, int, int, int]) -> Tenso
     z.mul_(signed(m))
     _shift_xor(z, b, free)
     z.mul_(signed(n))
-    _shift_xor(z, c, free)
+    if c:
+        _shift_xor(z, c, free)
     return z
 
 
 _SPLITMIX = (30, 0xBF58476D1CE4E5B9, 27, 0x94D049BB133111EB, 31)
+#: For masks, which compare bits from the first on: the last step leaves the first 31 as they are.
+_SHORT = (*_SPLITMIX[:4], 0)
 _MURMUR = (33, 0xFF51AFD7ED558CCD, 33, 0xC4CEB9FE1A85EC53, 33)
 
 
@@ -137,9 +141,14 @@ def draw(
         place = place + _number(run.select(0, 1)) * (whole[batch] * strides[batch])
     first = first + place * step
     if isinstance(first, int):
-        first, step = (torch.tensor(signed(x), device=out.device) for x in (first, step))
+        first, step = signed(first), signed(step)
     # Elements that follow one another in the whole too are a row.
     cut = max((d for d in range(len(sizes)) if shape[d] != sizes[d]), default=0)
+    if cut == 0 and out.numel() <= _TILE:
+        z = torch.arange(out.numel(), device=out.device).mul_(step).add_(first)
+        _write(out.view(-1), z, torch.empty_like(z), kind, args)
+        return out
+    first, step = (torch.as_tensor(x, device=out.device) for x in (first, step))
     heads = first.view(1)
     for d in range(cut):
         heads = (heads.unsqueeze(-1) + torch.arange(shape[d], device=out.device) * (strides[d] * step)).view(-1)
@@ -166,17 +175,20 @@ def _fill(out: Tensor, heads: Tensor, step: Tensor, kind: str, args: Sequence[fl
             part = out[r : r + high, c : c + n]
             z, spare = state[: part.numel()].view(part.shape), free[: part.numel()].view(part.shape)
             torch.add(beside[r : r + high, None], places[None, :n], out=z)
-            _write(part, _mix_(z, spare, _SPLITMIX), spare, kind, args)
+            _write(part, z, spare, kind, args)
 
 
 def _write(out: Tensor, z: Tensor, free: Tensor, kind: str, args: Sequence[float]) -> None:
-    """Turns random bits into numbers of a kind; it may write over both scratch tensors."""
-    if kind in ("bernoulli", "keep"):
-        value = 1.0 if kind == "bernoulli" else 1.0 / args[0]
-        below = torch.lt(z, _threshold(args[0])) if args[0] < 1 else torch.ones_like(z, dtype=torch.bool)
-        out.copy_(below)
-        if value != 1:
-            out.mul_(value)
+    """Makes numbers of a kind of the states of their elements; it may write over both scratch tensors."""
+    _mix_(z, free, _SHORT if kind in _MASKS else _SPLITMIX)
+    if kind in _MASKS:
+        (p,) = args
+        if p == 1:
+            out.fill_(1)
+        else:
+            torch.lt(z, round(p * 2.0**64) - (1 << 63), out=out)
+        if kind == "keep":
+            out.mul_(1.0 / p)
     elif kind == "uniform":
         digits = _DIGITS.get(out.dtype, 53)
         out.copy_(_top(z, digits)).mul_(2.0**-digits)
@@ -201,12 +213,6 @@ def _write(out: Tensor, z: Tensor, free: Tensor, kind: str, args: Sequence[float
 
 def _top(z: Tensor, digits: int) -> Tensor:
     return z.bitwise_right_shift_(64 - digits).bitwise_and_((1 << digits) - 1)
-
-
-@ft.cache
-def _threshold(p: float) -> int:
-    """The int64 that a share `p` of all are below."""
-    return round(p * 2.0**64) - (1 << 63)
 
 
 def _shape(
