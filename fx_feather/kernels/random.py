@@ -14,8 +14,9 @@ GOLDEN = 0x9E3779B97F4A7C15
 _DOMAIN = 0xD1B54A32D192ED03
 _ALL = (1 << 64) - 1
 
-#: Elements that are drawn at once on a CPU: few enough for its cache, and enough to hide what a call of torch costs.
-_TILE = 1 << 16
+#: Elements that are drawn at once on a CPU: what fits its cache, and is worth the call of an operator. Of so few torch
+#: makes no threads, which would wait for each other a dozen times a tile where processes share the cores.
+_TILE = 1 << 15
 
 #: Digits of a uniform number: as many as its dtype holds, so that rounding never gives 1.
 _DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
