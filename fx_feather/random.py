@@ -90,7 +90,8 @@ def uniform(key: Tensor, shape: Shape, low: float = 0.0, high: float = 1.0, dtyp
 def normal(key: Tensor, shape: Shape, mean: float = 0.0, std: float = 1.0, dtype: torch.dtype | None = None) -> Tensor:
     """Normal numbers; arguments as of `uniform`.
 
-    By Box and Muller from two uniform numbers of 32 bits, in float64: none is beyond 6.8 standard deviations.
+    By Box and Muller from two uniform numbers of 32 bits, in float64: none is beyond 6.8 standard deviations. They are
+    made of operations that every device rounds alike, so they are the same bits everywhere too.
 
     Raises:
         FeatherError: a key that is not int64[], a negative `std`, or a dtype that is not floating point.

@@ -200,16 +200,45 @@ def _write(out: Tensor, z: Tensor, free: Tensor, kind: str, args: Sequence[float
         low, high = (int(a) for a in args)
         out.copy_(_top(z, 63).remainder_(high - low).add_(low))
     else:
-        # In float64, so that rounding of logarithms, which no standard fixes, hardly ever shows in a narrower dtype.
         torch.bitwise_right_shift(z, 32, out=free)
-        radius = free.bitwise_and_(0xFFFFFFFF).to(torch.float64).add_(0.5).mul_(2.0**-32).log_()
+        log = _log(free.bitwise_and_(0xFFFFFFFF).to(torch.float64).add_(0.5).mul_(2.0**-32))
         if kind == "exponential":
-            out.copy_(radius.mul_(-1.0 / args[0]))
+            out.copy_(log.mul_(-1.0 / args[0]))
             return
         # Box and Muller 1958: one normal number of two uniform ones.
-        angle = z.bitwise_and_(0xFFFFFFFF).to(torch.float64).mul_(2.0**-31 * math.pi).cos_()
         mean, std = args
-        out.copy_(radius.mul_(-2.0).sqrt_().mul_(angle).mul_(std).add_(mean))
+        turn = _cosine(z.bitwise_and_(0xFFFFFFFF).to(torch.float64).mul_(2.0**-32))
+        out.copy_(log.mul_(-2.0).sqrt_().mul_(turn).mul_(std).add_(mean))
+
+
+# Libraries round logarithms and cosines each in its own way, and not alike at the ends of a tensor. Made of sums,
+# products, quotients and roots in float64, whose rounding a standard fixes, they are the same bits everywhere. What is
+# left out of the series is below 1e-8, where the uniform numbers have 32 bits.
+
+
+def _log(x: Tensor) -> Tensor:
+    """Natural logarithms of float64 in (0, 1), which is written over: from `m` in [0.7, 1.4) times a power of two."""
+    bits = x.view(torch.int64).add_(0x3FF00000_00000000 - 0x3FE6A09E_00000000)
+    power = bits.bitwise_right_shift(52).to(torch.float64).sub_(0x3FF)
+    bits.bitwise_and_(0x000FFFFF_FFFFFFFF).add_(0x3FE6A09E_00000000)
+    s = (x - 1.0).div_(x.add_(1.0))
+    square = s * s
+    return power.mul_(math.log(2.0)).add_(_series(square, [2 / k for k in (1, 3, 5, 7, 9, 11)]).mul_(s))
+
+
+def _cosine(x: Tensor) -> Tensor:
+    """`cos(2 pi x)` of float64 in [0, 1), which is written over, as `2 sin(pi (x - 1/2))^2 - 1`."""
+    square = x.sub_(0.5).mul_(math.pi).square_()
+    sine = _series(square, [(-1) ** k / math.factorial(2 * k + 1) for k in range(7)])
+    return sine.square_().mul_(square).mul_(2.0).sub_(1.0)
+
+
+def _series(x: Tensor, factors: list[float]) -> Tensor:
+    *rest, last = factors
+    out = x * last
+    for factor in reversed(rest[1:]):
+        out.add_(factor).mul_(x)
+    return out.add_(rest[0])
 
 
 def _top(z: Tensor, digits: int) -> Tensor:

@@ -75,6 +75,13 @@ def test_mean_and_variance(kind, args, mean, variance):
     assert abs((x - mean).square().mean().item() - variance) < 5 * math.sqrt(fourth / N) + 1e-12
 
 
+def test_series_are_logarithms_and_cosines():
+    x = torch.cat([torch.linspace(2.0**-33, 1 - 2.0**-33, 100_001, dtype=torch.float64), 2.0 ** -torch.arange(1.0, 33)])
+    want = x.log(), (2 * math.pi * x).cos()
+    assert ((kernel._log(x.clone()) - want[0]).abs() <= 1e-8 * want[0].abs()).all()
+    assert (kernel._cosine(x.clone()) - want[1]).abs().max() < 1e-8
+
+
 def test_where_numbers_are_tensors_the_bits_are_the_same(monkeypatch):
     """As on a device that is not waited for."""
 
