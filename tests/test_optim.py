@@ -14,6 +14,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from fx_feather import optim, tree
 from fx_feather.errors import FeatherError, OptimizerError, ShapeError
+from fx_feather.optim.computed import Computed
 from fx_feather.trace import trace as trace_program
 
 SHAPES = {"up": (4, 6), "norm": (6,), "scalar": (), "deep": (2, 3, 2)}
@@ -408,6 +409,20 @@ def test_a_function_prints_by_its_name() -> None:
 
     assert repr(optim.sgd(halving)).startswith("sgd(lr=test_a_function_prints_by_its_name.<locals>.halving, momentum")
     assert repr(optim.lion(0.1)).startswith("lion(lr=0.1, b1")
+
+
+def test_a_function_has_one_name_in_programs_however_often_it_is_given() -> None:
+    """Ranks compare their programs; one of them may make an optimizer more often than others."""
+
+    def rate(step: int) -> float:
+        return 0.1 + self[0] * step
+
+    self = [0.0]
+    once, twice = Computed(rate, "adamw(...)"), Computed(rate, "adamw(...)")
+    other = Computed(lambda step: 0.1, "adamw(...)")
+    assert once.name == twice.name != other.name and other(5) == once(5) == 0.1
+    made = [Computed(lambda step, by=by: 0.1 + by * step, "adamw(...)") for by in (1, 2)]
+    assert [float(rate(1)) for rate in made] == [1.1, 2.1]
 
 
 def test_a_rate_may_be_a_tensor_without_dims() -> None:

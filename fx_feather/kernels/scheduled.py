@@ -2,15 +2,20 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
-_functions: dict[str, Callable[[int], float]] = {}
+#: By name: what a function was made of, and the function.
+_functions: dict[str, tuple[Any, Callable[[int], float]]] = {}
 
 
-def named(name: str, fn: Callable[[int], float]) -> str:
+def named(name: str, fn: Callable[[int], float], source: Any = None) -> str:
     """Keeps a function for `scheduled`, under a name like the one given; programs hold the name for good.
+
+    Ranks compare their programs, and so these names: a function of the same `source` gets the same one, however often
+    a rank asks.
 
     >>> named("double", lambda k: 2.0 * k)
     'double'
@@ -18,8 +23,9 @@ def named(name: str, fn: Callable[[int], float]) -> str:
     tensor(6., dtype=torch.float64)
     """
     names = (name if i == 0 else f"{name}, another {i}" for i in itertools.count())
-    free = next(n for n in names if _functions.get(n, fn) is fn)
-    _functions[free] = fn
+    source = fn if source is None else source
+    free = next(n for n in names if n not in _functions or _functions[n][0] is source)
+    _functions[free] = (source, fn)
     return free
 
 
@@ -38,7 +44,7 @@ def scheduled(step: Tensor, name: str) -> Tensor:
     >>> scheduled(torch.tensor(3), named("half", lambda k: k / 2))
     tensor(1.5000, dtype=torch.float64)
     """
-    return torch.full((), _functions[name](int(step)), dtype=torch.float64, device=step.device)
+    return torch.full((), _functions[name][1](int(step)), dtype=torch.float64, device=step.device)
 
 
 _library = torch.library.Library("fx_feather", "FRAGMENT")

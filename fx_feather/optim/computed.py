@@ -40,7 +40,7 @@ class Computed:
         self.fn, self.call, self.least = fn, call, least
         self.takes: Callable[[int], Any] = int
         first = self._first()
-        self.name = kernels.named(f"{self._written()} from {first!r}", self.value)
+        self.name = kernels.named(f"{call}: {self._written()} from {first!r}", self.value, fn)
         self._block = block(self._operator, name="schedule")
 
     def __call__(self, step: Tensor | int) -> Tensor:
