@@ -75,6 +75,32 @@ def test_draws_are_those_of_one_device(name, accumulate):
     assert_equivalent(loss, mesh=mesh, layout=layout, accumulate=accumulate, **how, **settings)
 
 
+MASK = torch.rand(6, 6, generator=torch.Generator().manual_seed(1)) < 0.7
+MASK.fill_diagonal_(True)
+
+
+@pytest.mark.parametrize(
+    "how",
+    [
+        {"is_causal": True, "scale": 0.3},
+        {"attn_mask": MASK},
+        {"attn_mask": MASK.double()},
+        {"enable_gqa": True},
+    ],
+    ids=["causal and scale", "mask", "added mask", "grouped heads"],
+)
+def test_attention_drops_the_same_weights(how):
+    def loss(p, x):
+        q = ff.constrain((x @ p["qkv"]).unflatten(-1, (6, 2)).transpose(1, 2), "batch heads seq _")
+        k = ff.constrain(q.unflatten(1, (2, 3))[:, :, 0] if "enable_gqa" in how else q, "batch heads seq _")
+        given = {n: torch.tensor(v.tolist(), dtype=v.dtype) if n == "attn_mask" else v for n, v in how.items()}
+        out = F.scaled_dot_product_attention(q, k, k, dropout_p=0.4, **given)
+        return (out**2).sum(), torch.tensor(x.shape[0])
+
+    mesh, layout = ff.Mesh(dp=2, tp=2), layouts.ddp("dp") | layouts.tp("tp")
+    assert_equivalent(loss, mesh=mesh, layout=layout, accumulate=2, **settings)
+
+
 @pytest.mark.parametrize("remat", ["selective", "full", 3000])
 def test_what_is_computed_again_is_drawn_again(remat):
     mesh, layout = LAYOUTS["fsdp and tp_sp"]

@@ -79,7 +79,7 @@ class Program:
         return fn
 
 
-class _Writer:
+class Writer:
     """Writes statements over values whose dims are known."""
 
     def __init__(self, draw: st.DrawFn, values: list[Drawn], indent: str = "    "):
@@ -257,7 +257,7 @@ class _Writer:
         x = w and self.value(lambda dims: len(dims) > 1 and dims[-1] == w[1][0])
         if not (w and x) or self.indent != "    ":
             return
-        inner = _Writer(self.draw, [("w", w[1]), ("x", x[1])], "        ")
+        inner = type(self)(self.draw, [("w", w[1]), ("x", x[1])], "        ")
         inner.write("matmul", "x @ w", (*x[1][:-1], w[1][1]))
         for _ in range(self.draw(st.integers(0, 3))):
             inner.statement()
@@ -272,13 +272,13 @@ class _Writer:
 
 
 @st.composite
-def programs(draw: st.DrawFn, least: int = 2, most: int = 9) -> Program:
+def programs(draw: st.DrawFn, least: int = 2, most: int = 9, kind: type[Writer] = Writer) -> Program:
     """A loss of a few statements: the values that nothing else uses are weighed, and added up."""
     values: list[Drawn] = [
         *((f"p[{k!r}]", tuple((d, SIZES[d]) for d in p.dim_names)) for k, p in TEMPLATE.items()),
         ("batch['x']", tuple((d, SIZES[d]) for d in BATCH_DIMS["x"].split())),
     ]
-    writer = _Writer(draw, values)
+    writer = kind(draw, values)
     first = len(values)
     for _ in range(draw(st.integers(least, most))):
         writer.statement()
