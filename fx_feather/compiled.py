@@ -82,6 +82,8 @@ class Common:
         _check_kinds(mesh, layout)
         self.mesh, self.layout, self.template, self.device = mesh, layout, template, _device(device)
         layout.check_axes(mesh)
+        param.check_template(template, call="compile(..., template=...)")
+        self.layout = layout = layout.fitted(mesh, [(p.dim_names, p.shape) for p in tree.leaves(template)])
         self.params = parameters(template, mesh, layout)
         self.batch = batch_leaves(batch, batch_dims, layout, mesh, microbatches)
         self.microbatches = microbatches

@@ -80,7 +80,7 @@ class Compiled(Common):
         seed: int | None,
     ):
         super().__init__(template, mesh, layout, batch, batch_dims, device, 1, backend)
-        s = Stitcher(Funcs(mesh, layout, self.device))
+        s = Stitcher(Funcs(mesh, self.layout, self.device))
         self._out_tree: Any
         #: Where the first results stand in the order of the tree that they become.
         self._order: list[int] = []

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from . import param, tree
+from . import tree
 from .errors import BatchError, ShapeError, fail, message, raise_all
 from .layout import Layout, ParamTypes, check_divides, undivided
 from .mesh import Mesh
@@ -69,7 +69,6 @@ class Leaves:
 
 
 def parameters(template: Any, mesh: Mesh, layout: Layout) -> Parameters:
-    param.check_template(template, call="compile(..., template=...)")
     leaves, treedef = tree.flatten(template)
     paths: Sequence[str | None] = tree.paths_of(treedef) if layout.overrides else [None] * len(leaves)
     # Parameters that are alike share one object, so that the passes tell at a glance that they are.

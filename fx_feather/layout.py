@@ -3,7 +3,7 @@
 import dataclasses
 import fnmatch
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
@@ -31,6 +31,9 @@ DIM_NAMES = (
 
 #: Dims whose values may be split into parts with padding; all others must divide.
 PADDED_DIMS = frozenset({"vocab"})
+
+#: Dims that may have fewer elements than an axis has ranks: each serves several ranks, which then hold it whole.
+SHARED_DIMS = ("kv_heads",)
 
 
 def _kind(what: str, value: object, kind: type, fix: str) -> None:
@@ -239,6 +242,27 @@ class Layout:
                 for dim, axes in rows.items()
             ],
         )
+
+    def fitted(self, mesh: Mesh, params: Iterable[tuple[Sequence[str], Sequence[int]]]) -> "Layout":
+        """This layout with the rows of `kv_heads` shortened to the axes that so many heads can be split over.
+
+        Of two key and value heads on four tensor-parallel ranks each serves the query heads of two, so that all ranks
+        hold both, and their gradients are summed. Numbers of which none divides the other are left for `check_divides`.
+
+        Args:
+            mesh: the ranks.
+            params: dim names and shape of each parameter.
+        """
+        sizes = {(d, n) for names, shape in params for d, n in zip(names, shape, strict=True) if d in SHARED_DIMS}
+        compute = dict(self.compute)
+        for dim, n in sizes:
+            axes = as_axes(compute.get(dim))
+            if axes and n and mesh.count(axes) % n == 0:
+                while n % mesh.count(axes):
+                    axes = axes[:-1]
+                compute[dim] = axes
+        overrides = {pattern: layout.fitted(mesh, params) for pattern, layout in self.overrides.items()}
+        return dataclasses.replace(self, compute=compute, overrides=overrides) if sizes else self
 
     def value_dims(self, names: Iterable[str]) -> Dims:
         """For a value with these dim names, the axes that split each dim while it is used."""

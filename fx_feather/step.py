@@ -62,7 +62,7 @@ class Step(Common):
         if optimizer.frozen is not None:
             self.params.frozen = optimizer.frozen(template)
         check_matmul(options.matmul, self.device)
-        s = Stitcher(Funcs(mesh, layout, self.device, options.remat))
+        s = Stitcher(Funcs(mesh, self.layout, self.device, options.remat))
         wrapped = loss_function(loss_fn)
         program = self.trace(wrapped, "loss")
         place_draws(program, self.params.in_use(), self.batch.types, accumulate)

@@ -12,7 +12,8 @@ Bytes that a rank sends in a microbatch, with A = batch × seq × embed the byte
 split, L blocks and n the ranks of the axis: (4 L + 2) A (n-1)/n forward, and as much backward. These are those of
 tensor parallel alone, an all-reduce being a reduce-scatter and an all-gather; what rests between blocks is an n-th.
 
-The dims heads, kv_heads, mlp and residual_seq must divide by the axis; the vocabulary is padded.
+The dims heads, mlp and residual_seq must divide by the axis; the vocabulary is padded. Fewer kv_heads than ranks are
+held whole by all, where the one divides the other.
 
 Source: Korthikanti et al., Reducing Activation Recomputation, 2022, section 4.2.
 """

@@ -12,7 +12,8 @@ scales of q/k-norms act on split heads, so their gradients are summed over the a
 Bytes that a rank sends in a microbatch, with A = batch × seq × embed the bytes of the residual stream of a rank,
 L blocks and n the ranks of the axis: (2 L + 1) 2 A (n-1)/n forward, and as much backward.
 
-The dims heads, kv_heads and mlp must divide by the axis; the vocabulary is padded.
+The dims heads and mlp must divide by the axis; the vocabulary is padded. Of kv_heads there may be fewer than ranks, in
+numbers that divide: then all ranks hold them whole, and their gradients are summed.
 
 Source: Shoeybi et al., Megatron-LM, 2019, section 3.
 """

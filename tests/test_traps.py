@@ -11,7 +11,7 @@
 | a nonlinear function of a pending sum                      | test_what_is_not_linear_takes_no_pending_sum            |
 | a view of a split dim that does not divide                 | test_a_view_is_right_or_refused_by_name                 |
 | parts of the wrong size                                    | test_parts_of_the_wrong_size_are_refused                |
-| fewer kv heads than tensor-parallel ranks                  | test_too_few_kv_heads_are_refused_with_both_numbers     |
+| fewer kv heads than tensor-parallel ranks                  | test_fewer_kv_heads_than_ranks_are_one_device           |
 | initial values that depend on the layout                   | test_initial_values_are_those_of_the_whole              |
 | replicas that start or drift apart                         | test_replicas_hold_the_same_bits                        |
 | a reduction in another precision than asked for            | passes/test_programs.py, every reduction is wide        |
@@ -247,14 +247,41 @@ def test_parts_of_the_wrong_size_are_refused() -> None:
         assemble([random(3), random(1)], t, ff.Mesh(a=2))
 
 
-def test_too_few_kv_heads_are_refused_with_both_numbers() -> None:
-    cfg = llama.LlamaConfig(vocab=8, layers=1, embed=8, heads=4, kv_heads=2, mlp=8)
-    with pytest.raises(ShapeError, match=r"\(kv_heads\) has size 2, axis 'tp' has size 4"):
+@pytest.mark.parametrize(
+    ("kv_heads", "mesh", "layout"),
+    [
+        (2, ff.Mesh(tp=4), layouts.tp("tp")),
+        (2, ff.Mesh(tp=4), layouts.tp_sp("tp")),
+        (1, ff.Mesh(dp=2, tp=2), layouts.fsdp("dp") | layouts.tp("tp")),
+        (2, ff.Mesh(a=2, b=2), layouts.tp(("a", "b"))),
+    ],
+)
+@pytest.mark.parametrize("qk_norm", [False, True])
+def test_fewer_kv_heads_than_ranks_are_one_device(
+    kv_heads: int, mesh: ff.Mesh, layout: ff.Layout, qk_norm: bool
+) -> None:
+    cfg = llama.LlamaConfig(
+        vocab=8, layers=1, embed=8, heads=4, kv_heads=kv_heads, mlp=8, qk_norm=qk_norm, dtype=torch.float64
+    )
+    tokens = torch.arange(16).view(4, 4) % 8
+    testing.assert_equivalent(
+        llama.loss(cfg),
+        template=llama.template(cfg),
+        batch={"tokens": tokens, "targets": tokens.roll(1, 1), "positions": torch.arange(4).expand(4, 4)},
+        mesh=mesh,
+        layout=layout,
+        optimizer=ff.adamw(lr=1e-2),
+    )
+
+
+def test_kv_heads_that_do_not_divide_are_refused_with_both_numbers() -> None:
+    cfg = llama.LlamaConfig(vocab=8, layers=1, embed=12, heads=6, kv_heads=3, mlp=8)
+    with pytest.raises(ShapeError, match=r"\(kv_heads\) has size 3, axis 'tp' has size 2"):
         testing.assert_equivalent(
             llama.loss(cfg),
             template=llama.template(cfg),
             batch=dict.fromkeys(("tokens", "targets", "positions"), torch.zeros(2, 4, dtype=torch.int64)),
-            mesh=ff.Mesh(tp=4),
+            mesh=ff.Mesh(tp=2),
             layout=layouts.tp("tp"),
         )
 

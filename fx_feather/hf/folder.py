@@ -87,6 +87,7 @@ def load(
     shapes = [p.shape for p in parts]
     if mesh is not None and layout is not None:
         layout.check_axes(mesh)
+        layout = layout.fitted(mesh, [(p.dim_names, p.shape) for p in template])
         own = _rank(mesh) if rank is None else rank
         for i, (p, path) in enumerate(zip(template, tree.paths_of(treedef), strict=True)):
             t = layout.param_types(p.dim_names, p.shape, p.dtype, path).store

@@ -145,7 +145,7 @@ def _operator(plan: Plan, n: fx.Node, env: dict[fx.Node, Any], layout: Layout, w
     try:
         solution = solve(sharding, types, plan.mesh)
     except Conflict as c:
-        if c.kind == "whole" and rule.decompose is not None:
+        if c.kind in rule.decomposed_for and rule.decompose is not None:
             return _decomposed(plan, n, call, values, rule, layout, where)
         _ambiguous(n, call, nodes, sharding, types, c, plan.mesh, layout, where)
     names = _names(sharding, types)

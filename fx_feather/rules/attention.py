@@ -1,5 +1,8 @@
 """The rule of scaled dot-product attention: batch and heads split, sequence and head dim stay whole."""
 
+import torch
+from torch import Tensor
+
 from .pointwise import sets
 from .rule import Dim, Factors, OpCall, Operand, Rule, Sharding, register
 
@@ -46,7 +49,29 @@ def _attention(call: OpCall) -> Sharding:
     )
 
 
+def _repeated(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Attention with a key and value head for each query head: those that several share are repeated."""
+    times = q.shape[-3] // k.shape[-3]
+    k, v = (x.unsqueeze(-3).expand(*x.shape[:-2], times, *x.shape[-2:]).flatten(-4, -3) for x in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask, dropout_p, is_causal, scale=scale)
+
+
 register(
     "scaled_dot_product_attention.default",
-    Rule(_attention, text="... (g r) !s !d, ... g !t !d, ... g !t e, ... (g r) !s !t -> ... (g r) !s e"),
+    Rule(
+        _attention,
+        _repeated,
+        decomposed_for=frozenset({"divide"}),
+        text="... (g r) !s !d, ... g !t !d, ... g !t e, ... (g r) !s !t -> ... (g r) !s e",
+    ),
 )

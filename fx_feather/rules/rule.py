@@ -100,6 +100,7 @@ class Rule:
         decompose: the operator written in simpler ones, used when a `whole` factor is split. It takes the operator's
             own arguments and returns its result or tuple of results.
         text: the pattern, for messages.
+        decomposed_for: kinds of conflict (see `solve.Conflict`) that the decomposition settles.
         vjp: from cotangents, results and the operator's own arguments, all local, to a gradient for each tensor among
             these; None where torch can differentiate the operator.
     """
@@ -107,6 +108,7 @@ class Rule:
     shard: Callable[[OpCall], Sharding]
     decompose: Callable[..., Any] | None = None
     text: str = ""
+    decomposed_for: frozenset[str] = frozenset({"whole"})
     vjp: Callable[..., Any] | None = None
 
 

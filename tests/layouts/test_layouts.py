@@ -222,7 +222,16 @@ def test_a_row_of_an_unknown_dim_is_refused_with_the_nearest_name() -> None:
     assert "has a dim 'head'" in text and "did you mean 'heads'" in text.split("fix:")[1], text
 
 
-def test_too_few_kv_heads_are_refused_with_both_numbers() -> None:
+def test_fewer_kv_heads_than_ranks_are_shared() -> None:
+    params = [(("embed", "kv_heads", "head_dim"), (64, 2, 9)), (("embed", "heads", "head_dim"), (64, 8, 9))]
+    tp = layouts.tp("tp")
+    assert tp.fitted(Mesh(tp=2), params) == tp and tp.fitted(Mesh(tp=4), params).compute["kv_heads"] == ()
+    assert tp.fitted(Mesh(tp=3), params) == tp, "3 and 2: refused by check_divides"
+    two = layouts.tp(("a", "b")).fitted(Mesh(a=2, b=2), params)
+    assert two.compute["kv_heads"] == ("a",) and two.compute["heads"] == ("a", "b")
+
+
+def test_kv_heads_that_do_not_divide_are_refused_with_both_numbers() -> None:
     layout, mesh = layouts.tp("tp"), Mesh(tp=8)
     names = ("embed heads head_dim", "embed kv_heads head_dim", "mlp embed", "vocab embed")
     with pytest.raises(ShapeError) as caught:
