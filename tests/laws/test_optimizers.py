@@ -219,7 +219,7 @@ def check(seed: int) -> str:
     try:
         testing.assert_equivalent(
             loss,
-            template={name: LEAVES[name] for name in rng.sample(list(LEAVES), rng.randint(1, 3))},
+            template={name: LEAVES[name] for name in rng.sample(list(LEAVES), rng.choice([1, 2, 2]))},
             batch=batch,
             batch_dims="batch embed",
             mesh=mesh,
