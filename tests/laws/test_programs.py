@@ -82,7 +82,7 @@ def computed(
 def differences(got: tuple[float, Any], want: tuple[float, Any], scale: float) -> list[str]:
     """What is off by more than the tolerance, relative to the largest gradient: some are nothing but rounding."""
     out = []
-    if abs(got[0] - want[0]) > RTOL * max(abs(want[0]), 1.0):
+    if not abs(got[0] - want[0]) <= RTOL * max(abs(want[0]), 1.0):  # so that NaN is a difference too
         out.append(f"loss {got[0]!r}, right {want[0]!r}")
     for k, g in want[1].items():
         off = float((got[1][k] - g).norm())

@@ -303,6 +303,23 @@ def killed(out: Path) -> dict[str, Any]:
     return failing_world(out, lambda: os._exit(7))
 
 
+def drawn(out: Path) -> dict[str, Any]:
+    """Programs of `cases.json`, each compiled and run on all ranks: whether it is equal, refused, or what went wrong."""
+    # Here, since what draws takes seconds to import, and other jobs draw nothing.
+    from tests.laws.drawn import Program
+    from tests.laws.test_programs import KINDS, check
+
+    found = []
+    for case in json.loads((out / "cases.json").read_text()):
+        layout = KINDS[case["kind"]]("a")
+        try:
+            same = check(Program(case["source"], ()), ff.Mesh(a=2), layout, case["parts"], case["remat"])
+            found.append("equal" if same else "refused")
+        except Exception as e:
+            found.append(f"{type(e).__name__}: {e}")
+    return {"found": found, "ranks": dist.get_world_size()}
+
+
 def stuck(out: Path) -> dict[str, Any]:
     return failing_world(out, lambda: time.sleep(600))
 
