@@ -304,7 +304,7 @@ def killed(out: Path) -> dict[str, Any]:
 
 
 def drawn(out: Path) -> dict[str, Any]:
-    """Programs of `cases.json`, each compiled and run on all ranks: whether it is equal, refused, or what went wrong."""
+    """Programs of `cases.json`, run on all ranks: equal, refused, or what went wrong."""
     # Here, since what draws takes seconds to import, and other jobs draw nothing.
     from tests.laws.drawn import Program
     from tests.laws.test_programs import KINDS, check
