@@ -15,8 +15,8 @@ def identity(fn: Any, kept: list[Any], within: tuple[int, ...] = ()) -> Any:
     """A key that is equal for functions and values that trace alike.
 
     Args:
-        fn: a function, by its code, what it closes over and the numbers and words that it reads from its module; a
-            container or an object that may change, by what it holds now; anything else by its value.
+        fn: a function, by its code, what it closes over and the numbers, words and tensors that it reads from its
+            module; a container or an object that may change, by what it holds now; anything else by its value.
         kept: takes in what is named by identity alone, so that no new object takes its place.
         within: identities of what holds `fn`.
 
@@ -38,7 +38,7 @@ def identity(fn: Any, kept: list[Any], within: tuple[int, ...] = ()) -> Any:
         cells = keys(c.cell_contents for c in fn.__closure__ or ())
         defaults = (fn.__defaults__ or (), fn.__kwdefaults__ or {})
         read = [fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__]
-        constants = keys(x for x in read if isinstance(x, bool | int | float | complex | str))
+        constants = keys(x for x in read if isinstance(x, bool | int | float | complex | str | torch.Tensor))
         return ("function", fn.__code__, id(fn.__globals__), constants, cells, *keys(defaults))
     if isinstance(fn, types.MethodType):
         return ("method", *keys((fn.__func__, fn.__self__)))

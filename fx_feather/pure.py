@@ -13,6 +13,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
+    FakeTensor,
     UnsupportedOperatorException,
 )
 from torch.autograd.function import BackwardCFunction
@@ -21,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from . import tree
-from .errors import FeatherError, RuleError, fail
+from .errors import FeatherError, RuleError, ShapeError, fail
 from .random_ops import refuse_generator
 from .source import is_machinery, line_of, note_line, this_line, user_line
 
@@ -32,6 +33,8 @@ _TAPE = {
     torch.Tensor.requires_grad_: "requires_grad_",
     torch.Tensor.requires_grad.__set__: "requires_grad = ...",  # type: ignore[attr-defined]
 }
+#: In the meta of nodes that were recorded where no gradient is wanted: what they write into has none from there.
+NO_GRAD = "no_grad"
 _DATA = torch.Tensor.data.__get__  # type: ignore[attr-defined]
 _REQUIRES_GRAD = torch.Tensor.requires_grad.__get__  # type: ignore[attr-defined]
 _HOOKS = {
@@ -69,10 +72,42 @@ class _Traced(TorchFunctionMode):
             _refuse_tape(_TAPE.get(func, "requires_grad=True"), self.what, self.region)
         if kwargs.get("generator") is not None:
             refuse_generator(getattr(func, "__name__", str(func)), this_line())
+        _check_target(func, args, kwargs, self.what)
         if func in _HOOKS:
             _refuse_hook(_HOOKS[func], self.what)
+        if torch.is_grad_enabled():
+            return func(*args, **kwargs)
+        tracer = getattr(get_proxy_mode(), "tracer", None)
+        last = next(reversed(tracer.graph.nodes), None) if tracer is not None else None
         out = func(*args, **kwargs)
-        return out if torch.is_grad_enabled() else without_gradient(out, (args, kwargs))
+        for n in reversed(tracer.graph.nodes) if tracer is not None else ():
+            if n is last:
+                break
+            n.meta[NO_GRAD] = True
+        return without_gradient(out, (args, kwargs))
+
+
+_IN_PLACE = re.compile(
+    r"__setitem__|__i(add|sub|mul|div|truediv|floordiv|mod|pow|and|or|xor|lshift|rshift)__|\w*[a-z0-9]_"
+)
+
+
+def _check_target(func: Any, args: Any, kwargs: dict[str, Any], what: str) -> None:
+    """Refuses a write to a tensor from outside before it happens: tracing leaves no trace."""
+    name = getattr(func, "__name__", "")
+    over = _IN_PLACE.fullmatch(name) is not None
+    for x in tree.leaves([args[:1] if over else (), kwargs.get("out")]):
+        hidden = not isinstance(x, torch.Tensor) or torch._C._functorch.is_functorch_wrapped_tensor(x)
+        if hidden or isinstance(x, FakeTensor) or x.is_meta:
+            continue
+        fail(
+            FeatherError,
+            call=f"{name} in {what}, at {this_line()}",
+            got=f"a write to a tensor from outside, of shape {list(x.shape)}",
+            number="1 tensor would change while the function is traced, and never again",
+            rule="a traced function is pure: it may write to what it made itself, and to nothing else",
+            fix="x = x.clone() before it, or an operator that gives a new value",
+        )
 
 
 def takes_gradient(x: torch.Tensor) -> bool:
@@ -211,17 +246,6 @@ def _known_operators(what: str) -> Iterator[None]:
         )
     except UnsupportedOperatorException as e:
         _refuse_shapeless(str(e.func.name()).partition(".")[0], f"{what}, at {line_of(e)}")
-    except AssertionError as e:
-        if "convert all Tensors to FakeTensors" not in str(e):
-            raise
-        fail(
-            FeatherError,
-            call=f"{what} at {line_of(e)}",
-            got=f"an operator on a tensor from outside: {str(e).partition('Found in ')[2]}",
-            number="1 tensor is closed over",
-            rule="whatever a traced function reads is an argument: hidden tensors have no dims for a layout to split",
-            fix="pass the tensor in the parameters or the batch, or make it inside, as torch.arange(...) does",
-        )
     except RuntimeError as e:
         if "no fake impl registered" not in str(e):
             raise
@@ -288,3 +312,17 @@ def check_recorded(graph: fx.Graph, what: str) -> None:
             rule="a trace holds operators of torch.ops, each with a rule of its own",
             fix="leave the call out, or make it outside of the function",
         )
+
+
+def check_outputs(outs: list[Any], what: str) -> None:
+    """Raises ShapeError if a result is no tensor."""
+    for x in outs:
+        if not isinstance(x, torch.Tensor):
+            fail(
+                ShapeError,
+                call=what,
+                got=f"an output of type {type(x).__name__}",
+                number=f"{x!r} is not a tensor",
+                rule="a traced function returns a pytree of tensors: a Python number would be frozen at trace time",
+                fix=tree.as_node(x, "torch.as_tensor(...), or leave it out of the result"),
+            )

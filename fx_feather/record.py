@@ -33,7 +33,7 @@ class Recorder(TorchDispatchMode):
         self._nodes: dict[int, tuple[torch.Tensor, fx.Node]] = {}
 
     def placeholder(self, x: torch.Tensor) -> None:
-        self._name(x, self.graph.placeholder(f"x{len(self._nodes)}"))
+        self.name(x, self.graph.placeholder(f"x{len(self._nodes)}"))
 
     def knows(self, x: torch.Tensor) -> bool:
         """Whether a tensor came in or was made here."""
@@ -45,11 +45,12 @@ class Recorder(TorchDispatchMode):
         if known is None:
             name = f"_constant{len(self.constants)}"
             self.constants[name] = x
-            self._name(x, self.graph.create_node("get_attr", name))
+            self.name(x, self.graph.create_node("get_attr", name))
             known = self._nodes[id(x)]
         return known[1]
 
-    def _name(self, x: torch.Tensor, n: fx.Node) -> None:
+    def name(self, x: torch.Tensor, n: fx.Node) -> None:
+        """Takes a node as the one of a tensor."""
         n.meta["val"] = x
         self._nodes[id(x)] = (x, n)
 
@@ -68,14 +69,14 @@ class Recorder(TorchDispatchMode):
         if self.lines:
             n.meta["stack_trace"] = stack_of_user()
         if isinstance(out, torch.Tensor):
-            self._name(out, n)
+            self.name(out, n)
             return
         n.meta["val"] = out
         for i, x in enumerate(out if isinstance(out, (list, tuple)) else []):
             if isinstance(x, torch.Tensor):
                 # With a name at hand the graph needs not make one of the operator's.
                 item = self.graph.create_node("call_function", operator.getitem, (n, i), name="getitem")
-                self._name(x, item)
+                self.name(x, item)
 
     def replay(self, *xs: torch.Tensor) -> list[torch.Tensor]:
         """Runs what was recorded, operator by operator."""

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import collectives as cc
-from . import tree
+from . import functional, tree
 from .collectives.primitive import COLLECTIVES, apply
 from .errors import MeshError, ShapeError, SpecError, TypeStateError, fail, message, raise_all
 from .manual import TYPED, Context, Record, check_tensors, inside, named
@@ -202,6 +202,8 @@ def _trace_region(
         fakes = [torch.empty(t.local_shape(mesh), dtype=t.dtype, device=device) for t in types]
         gm = make_fx(watched(flat, call, region=True))(*fakes)
         check_region(gm.graph, call)
+        constants = {n.target: getattr(gm, n.target) for n in gm.graph.find_nodes(op="get_attr")}
+        functional.check_region(gm.graph, constants)
     _check_states(gm.graph, known, call)
     outs = list(gm.graph.output_node().args[0])
     specs = _as_specs(out_specs, len(outs), call, "out_specs")
@@ -226,7 +228,6 @@ def _trace_region(
                 )
             )
     raise_all(TypeStateError, problems)
-    constants = {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
     return Region(
         name, mesh, tuple(types), tuple(out_types), _local(gm.graph, constants, known, out_types, mesh)
     ), out_tree

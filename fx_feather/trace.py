@@ -14,12 +14,14 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_te
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import tree
+from .constants import Frozen, freeze
 from .draws import Drawing, Key, Site, lower_graph, no_plain_run, plain_call
-from .errors import FeatherError, ShapeError, SpecError, fail
+from .errors import SpecError, fail
+from .functional import without_writes
 from .identity import identity
-from .pure import check_recorded, watched
+from .pure import check_outputs, check_recorded, watched
 from .record import CallRecorder, place, record_unit
-from .source import labels, note_line, noted_line, user_line
+from .source import label, labels, note_line, noted_line
 from .unit import Aval, GlobalProgram, Region, Unit, cut, merge_equal
 
 _library = torch.library.Library("fx_feather", "FRAGMENT")
@@ -46,6 +48,7 @@ class _Trace:
     device: str = "cpu"
     #: Keeps alive what the keys of `ids` name by identity, so that no new object takes its place.
     kept: list[Any] = dataclasses.field(default_factory=list)
+    frozen: Frozen = dataclasses.field(default_factory=dict)
     #: What stands for the keys of calls that draw, by the number of the call: inputs of the program.
     keys: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
 
@@ -220,6 +223,8 @@ def _emit_block(tensors: list[torch.Tensor], id: int, rows: int) -> list[torch.T
         return _current.calls.call(id, tensors, rows, lambda: _block_outputs(tensors, id, rows))
     # The nodes are made by hand: parameters that come straight from outside need none, and the dispatcher has no say.
     tracer = get_proxy_mode().tracer
+    # A tensor from outside becomes a value of the trace.
+    tensors = [x if isinstance(x, FakeTensor) else torch.ops.aten.alias(x) for x in tensors]
     known = [tracer.tensor_tracker.get(x) for x in tensors]
     operands = [x if k is None else k.proxy.node for x, k in zip(tensors, known, strict=True)]
     nodes = [x for x in operands if isinstance(x, fx.Node)]
@@ -253,7 +258,7 @@ def block(fn: Callable[..., Any], name: str | None = None) -> Block:
     return Block(fn, name)
 
 
-def _trace_block(trace: _Trace, fn: Callable[..., Any], label: str, leaves: list[Any], treedef: Any) -> int:
+def _trace_block(trace: _Trace, fn: Callable[..., Any], what: str, leaves: list[Any], treedef: Any) -> int:
     at = [i for i, x in enumerate(leaves) if isinstance(x, torch.Tensor)]
     avals = [Aval.of(leaves[i]) for i in at]
     out_tree = None
@@ -264,7 +269,7 @@ def _trace_block(trace: _Trace, fn: Callable[..., Any], label: str, leaves: list
         for i, x in zip(at, tensors, strict=True):
             full[i] = x
         outs, out_tree = tree.flatten(fn(*tree.unflatten(treedef, full)))
-        _check_outputs(outs, f"block {label!r}")
+        check_outputs(outs, f"block {what!r}")
         # An input that is returned as it is, or a value returned twice, would be one node with two owners.
         with torch.enable_grad():
             return [torch.ops.aten.alias(x) for x in outs]
@@ -273,66 +278,48 @@ def _trace_block(trace: _Trace, fn: Callable[..., Any], label: str, leaves: list
     try:
         # The block is traced by itself: none of the modes of the outer trace may see its operators.
         with _disable_current_modes(), trace.mode or contextlib.nullcontext():
-            unit = _trace_unit(flat, avals, label, trace.calls is not None)
+            label_of = labels(fn, treedef)
+            unit = _trace_unit(flat, avals, what, trace.calls is not None, lambda i: label_of(at[i]))
     finally:
         trace.inside = False
-    label_of = labels(fn, treedef)
-    for n, i in zip(unit.inputs, at, strict=False):
-        n.meta["label"] = label_of(i)
     trace.blocks.append(unit)
     trace.outs.append(([Aval.of(n.meta["val"]) for n in unit.outputs], out_tree))
     return len(trace.blocks) - 1
 
 
-def _check_outputs(outs: list[Any], what: str) -> None:
-    for x in outs:
-        if not isinstance(x, torch.Tensor):
-            fail(
-                ShapeError,
-                call=what,
-                got=f"an output of type {type(x).__name__}",
-                number=f"{x!r} is not a tensor",
-                rule="a traced function returns a pytree of tensors: a Python number would be frozen at trace time",
-                fix=tree.as_node(x, "torch.as_tensor(...), or leave it out of the result"),
-            )
-
-
-def trace_unit(flat: Callable[..., list[torch.Tensor]], avals: list[Aval], label: str) -> Unit:
+def trace_unit(flat: Callable[..., list[torch.Tensor]], avals: list[Aval], what: str) -> Unit:
     """Traces a function of tensors, outside of any other trace, to one unit; blocks in it are part of it."""
-    with _disable_current_modes(), FakeTensorMode():
-        return _trace_unit(flat, avals, label)
+    with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
+        return _trace_unit(flat, avals, what)
 
 
 def _trace_unit(
-    flat: Callable[..., list[torch.Tensor]], avals: list[Aval], label: str, operators: bool = False
+    flat: Callable[..., list[torch.Tensor]],
+    avals: list[Aval],
+    what: str,
+    operators: bool = False,
+    name: Callable[[int], str] = "operand {}".format,
 ) -> Unit:
     fakes = [a.fake() for a in avals]
-    unit = (record_unit if operators else _trace_graph)(flat, fakes, label)
-    for n in unit.graph.nodes:
-        value = unit.constants.get(n.target) if n.op == "get_attr" else None
-        if value is not None and (getattr(value, "fake_mode", None) is not None or value.is_meta):
-            fail(
-                FeatherError,
-                call=f"{label}(...)",
-                got=f"a tensor of shape {list(value.shape)} from outside, used at\n{user_line(next(iter(n.users)))}",
-                number="1 tensor is closed over",
-                rule="whatever a block reads is an argument: hidden tensors have no dims that a layout could split",
-                fix="pass the tensor to the block as an argument",
-            )
+    unit = record_unit(flat, fakes, what) if operators else _trace_graph(flat, fakes, what)
+    for i, n in enumerate(unit.inputs[: len(fakes)]):
+        n.meta["label"] = name(i)
+    unit = without_writes(unit, label)
+    freeze(unit, _current.frozen if _current else {}, what=f"{what}(...)")
     return unit
 
 
 def _trace_graph(
-    flat: Callable[..., list[torch.Tensor]], fakes: list[torch.Tensor], label: str, key: Key = lambda: None
+    flat: Callable[..., list[torch.Tensor]], fakes: list[torch.Tensor], what: str, key: Key = lambda: None
 ) -> Unit:
     """Traces to one graph. Where it draws, the key is its last input, or what `key` gives, as a constant."""
-    gm = make_fx(watched(flat, f"{label}(...)"), pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
-    check_recorded(gm.graph, f"{label}(...)")
+    gm = make_fx(watched(flat, f"{what}(...)"), pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
+    check_recorded(gm.graph, f"{what}(...)")
 
     draws = lower_graph(gm, key)
     gm.graph.eliminate_dead_code()
     constants = {n.target: getattr(gm, n.target) for n in gm.graph.nodes if n.op == "get_attr"}
-    return Unit(label, gm.graph, constants, _current.regions if _current else [], draws)
+    return Unit(what, gm.graph, constants, _current.regions if _current else [], draws)
 
 
 @contextlib.contextmanager
@@ -363,21 +350,27 @@ def trace(fn: Callable[..., Any], args: Any, name: str = "main", operators: bool
     def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
         nonlocal out_tree
         outs, out_tree = tree.flatten(fn(*tree.unflatten(treedef, list(tensors))))
-        _check_outputs(outs, f"{name}(...)")
+        check_outputs(outs, f"{name}(...)")
         return outs
 
     if operators:
         return _trace_calls(flat, avals, name, lambda: out_tree)
-    mode = FakeTensorMode()
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
     state = _Trace(mode, device=avals[0].device if avals else "cpu")
     # As torch.func does: where a gradient is wanted is for the function itself to say, not for who calls it.
     with _tracing(state), mode, torch.enable_grad():
         # The inputs are closed over: most are parameters that only blocks use, and need no node in the outer graph.
         fakes = state.fakes(avals)
         whole = _trace_graph(lambda: flat(*fakes), [], name, lambda: state.new_key(0))
+    inputs, label_of = [*fakes, *state.keys.values()], labels(fn, treedef)
+    given = {id(x): i for i, x in enumerate(inputs)}
+    for n in whole.graph.find_nodes(op="get_attr"):
+        i = given.get(id(whole.constants[n.target]))
+        n.meta["label"] = label_of(i) if i is not None and i < len(fakes) else "a tensor"
+    whole = without_writes(whole, label)
+    freeze(whole, state.frozen, frozenset(given), f"{name}(...)")
     merge_equal(whole.graph)
-    inputs = [*fakes, *state.keys.values()]
-    return cut(whole, state.blocks, inputs, labels(fn, treedef), out_tree, tuple(state.keys))
+    return cut(whole, state.blocks, inputs, label_of, out_tree, tuple(state.keys))
 
 
 def _trace_calls(

@@ -188,7 +188,9 @@ def cut(
             return
         inside = set(segment)
         end = order[segment[-1]]
-        args = list(dict.fromkeys(a for n in segment for a in n.all_input_nodes if a not in inside))
+        read = dict.fromkeys(a for n in segment for a in n.all_input_nodes if a not in inside)
+        constant = [a for a in read if a.op == "get_attr" and a not in outside]
+        segment, args = [*constant, *segment], [a for a in read if a not in constant]
         outs = [n for n in segment if last_use.get(n, -1) > end and n.op != "get_attr"]
         graph, copied = fx.Graph(), {}
         for a in args:

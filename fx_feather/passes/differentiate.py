@@ -12,12 +12,12 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from ..errors import FeatherError, RuleError, message
+from ..memory import writes
 from ..mesh import Mesh
 from ..program import BY_OP, Func
 from ..record import record
 from ..spec import Type
 from .cleanup import cleanup
-from .memory import writes
 from .partition import LocalFn
 
 

@@ -6,8 +6,8 @@ order. Collectives stay in their order, the same on every rank.
 
 from torch import fx
 
+from ..memory import storage, writes
 from ..program import BY_OP
-from .memory import storage, writes
 
 
 def interleave(graph: fx.Graph) -> None:

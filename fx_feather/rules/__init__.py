@@ -11,6 +11,7 @@ from . import norm as _norm
 from . import random as _random
 from . import reduce as _reduce
 from . import view as _view
+from . import write as _write
 from .handwritten import Handwritten as Handwritten
 from .handwritten import call_operator as call_operator
 from .local import Local as Local
@@ -26,7 +27,7 @@ from .solve import Conflict as Conflict
 from .solve import Solution as Solution
 from .solve import solve as solve
 
-FAMILIES = (_attention, _experts, _index, _loss, _matmul, _norm, _random, _reduce, _view)
+FAMILIES = (_attention, _experts, _index, _loss, _matmul, _norm, _random, _reduce, _view, _write)
 
 
 _pointwise_rule = ft.cache(_pointwise)
