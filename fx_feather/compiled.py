@@ -100,7 +100,7 @@ class Common:
         if not calls or seed is None:
             return []
         device = self.device if self._runtime is None else self._runtime.device
-        return [k.to(device) for k in run_keys(seed, step, part, calls, microbatch)]
+        return run_keys(seed, step, part, calls, microbatch, device)
 
     def sim_keys(self, part: str, step: int, microbatch: int = 0) -> list[list[torch.Tensor]]:
         """`keys`, the same for every rank."""

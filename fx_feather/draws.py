@@ -31,7 +31,9 @@ Key = Callable[[], Tensor | None]
 _draw = torch.ops.fx_feather.draw.default
 
 
-def run_keys(seed: int, step: int, part: str, calls: Sequence[int], microbatch: int = 0) -> list[Tensor]:
+def run_keys(
+    seed: int, step: int, part: str, calls: Sequence[int], microbatch: int = 0, device: Any = None
+) -> list[Tensor]:
     """For each number of a call what its draws go by, int64[2]: a key, and the number of the microbatch.
 
     Call 0 is what stands outside of blocks; the n-th call of a block that draws has number n.
@@ -40,7 +42,7 @@ def run_keys(seed: int, step: int, part: str, calls: Sequence[int], microbatch: 
     keys = [[signed(fold_in(base, n)), microbatch] for n in calls]
     # A transform of torch.func would wrap them where it is at work.
     with temporarily_clear_interpreter_stack():
-        return list(torch.tensor(keys, dtype=torch.int64).unbind()) if keys else []
+        return list(torch.tensor(keys, dtype=torch.int64, device=device).unbind()) if keys else []
 
 
 @dataclasses.dataclass

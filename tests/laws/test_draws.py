@@ -11,7 +11,7 @@ import fx_feather as ff
 from tests.laws.drawn import BATCH_DIMS, FILE, TEMPLATE, Program, Writer, programs
 from tests.laws.test_programs import REMAT, differences, example, places
 
-GROUPS, CI, DEEP = 3, 15, 300
+GROUPS, CI, DEEP = 3, 12, 300
 SEED, STEP = 5, 2
 
 DRAWN = [
