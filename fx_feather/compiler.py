@@ -12,8 +12,8 @@ from .draws import LOSS
 from .errors import FeatherError, OptionError, fail
 from .layout import Layout
 from .mesh import Mesh
+from .passes.draws import first_draw
 from .passes.interleave import interleave
-from .passes.microbatches import first_draw
 from .passes.overlap import overlap
 from .passes.stitch import Funcs, Stitcher
 from .passes.training import gradient_sections, key_types, loss_function, resolved, wide_count

@@ -15,10 +15,10 @@ from .layout import Layout, check_rest
 from .mesh import Mesh
 from .optim import Transform
 from .passes.differentiate import REMAT
+from .passes.draws import place_draws
 from .passes.fuse import fuse
 from .passes.interleave import interleave
 from .passes.matmul import MATMULS, by_onednn, check_matmul
-from .passes.microbatches import place_draws
 from .passes.overlap import overlap
 from .passes.stitch import Funcs, Stitcher
 from .passes.training import gradient_sections, loss_function, optimizer_sections

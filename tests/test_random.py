@@ -184,10 +184,23 @@ def test_only_draws_that_are_made_are_numbered():
     assert torch.equal(compiled(fn, seed=0).simulate(TENSORS, X), want)
 
 
-def test_a_rank_draws_no_more_than_its_part():
-    f = compiled(lambda p, x: F.dropout(x, 0.5), ff.Mesh(dp=4), layouts.ddp("dp"), seed=0)
+@pytest.mark.parametrize(
+    ("fn", "part"),
+    [
+        (lambda x: F.dropout(x, 0.5), (2, 6, 12)),
+        (lambda x: x * torch.rand(x.shape), (2, 6, 12)),
+        (lambda x: ff.constrain(torch.rand(8, 12), "batch embed"), (2, 12)),
+        (lambda x: x * torch.rand(12), (12,)),
+        (lambda x: x + (rand := torch.rand(8, 1, 1)) * rand.sum(), (8, 1, 1)),
+    ],
+    ids=["dropout", "a shape", "named", "shared by all rows", "used whole too"],
+)
+def test_a_rank_draws_no_more_than_its_part(fn, part):
+    f = compiled(lambda p, x: fn(x), ff.Mesh(dp=4), layouts.ddp("dp"), seed=0)
     (shape,) = [n.meta["val"].shape for g in f.program.funcs() for n in g.graph.nodes if "draw" in str(n.target)]
-    assert shape == (2, 6, 12)
+    assert shape == part
+    with ff.random.seeded(0):
+        assert torch.allclose(f.simulate(TENSORS, X), fn(X))
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from ..program import Func, Instr, Section
 from ..spec import Type
 from ..unit import Call, GlobalProgram
 from .differentiate import REMAT, Joint, LocalUnit, Place, linearize, trace_local
+from .draws import split_draws
 from .partition import partition
 from .propagate import Plan, propagate
 from .reshard import convert_all, steps
@@ -76,6 +77,7 @@ class Funcs:
         key = (id(program), unit, tuple(types), tuple(params))
         if key not in self.plans:
             plan = propagate(program.units[unit], types, self.mesh, self.layout, params)
+            split_draws(plan)
             for i, compute in enumerate(params):
                 if compute is not None:
                     plan.hoist(i, compute)

@@ -1,5 +1,6 @@
-"""Microbatches: along which dim of a draw they follow one another, so that each draws its own part of the whole."""
+"""Draws: which part of the whole each microbatch draws, and each rank."""
 
+import dataclasses
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from ..mesh import Mesh
 from ..source import user_line
 from ..spec import Type
 from ..unit import GlobalProgram, Unit
-from .plan import Plan, SubStep
+from .plan import OpStep, Plan, Root, SubStep
 from .propagate import propagate
 
 _DRAW = torch.ops.fx_feather.draw.default
@@ -71,6 +72,36 @@ def place_draws(program: GlobalProgram, params: list[Type], batch: list[Type], p
     for n, at in found.items():
         n.update_arg(_BATCH, at)
         n.update_arg(_PARTS, parts if at >= 0 else 1)
+
+
+def split_draws(plan: Plan) -> None:
+    """Lets a draw by a shape alone be split as all of its uses take it: each rank then draws no more than that."""
+    for n, step in plan.steps.items():
+        if n.target is not _DRAW or n.args[_LIKE] is not None:
+            continue
+        assert isinstance(step, OpStep)
+        wanted = _uses(plan, (n, 0))
+        dims = {t.dims for t in wanted}
+        if len(dims) != 1 or not wanted[0].sharded or any(t.partial for t in wanted):
+            continue
+        (split,) = dims
+        axes = {f"d{d}": own for d, own in enumerate(split) if own}
+        step.solution = dataclasses.replace(step.solution, factor_axes=axes)
+        varying = wanted[0].sharded
+        step.operands = [(r, t.with_(replicated=t.replicated | varying)) for r, t in step.operands]
+        step.results = tuple(t.with_(dims=split, replicated=t.replicated - varying) for t in step.results)
+        plan.types[n, 0] = step.results[0]
+
+
+def _uses(plan: Plan, root: Root) -> list[Type]:
+    """The types that a value is converted to."""
+    found = [t for r, t in plan.outputs if r == root]
+    for step in plan.steps.values():
+        if isinstance(step, SubStep):
+            found += [plan.types[root] for r in step.operands if r == root]
+        else:
+            found += [t for r, t in step.operands if r == root]
+    return found
 
 
 def _followed(unit: Unit, given: list[Type], mesh: Mesh, layout: Layout, parts: int) -> Plan:
