@@ -117,7 +117,16 @@ def compiled(fn, mesh=None, layout=None, batch=X, dims="batch seq embed", templa
     return ff.compile(fn, template=template, mesh=mesh, layout=layout, batch=batch, batch_dims=dims, **more)
 
 
+def written(x):
+    """Draws into parts of a value, one of which shares its memory by a view."""
+    y = x * 2
+    y[:, :, 0].normal_()
+    y.unsqueeze(0)[..., 3:9].bernoulli_(0.5)
+    return y
+
+
 KINDS = {
+    "parts of a value": written,
     "dropout": lambda x: F.dropout(x, 0.5),
     "dropout2d": lambda x: F.dropout2d(x.unsqueeze(-1), 0.5).squeeze(-1),
     "feature_alpha_dropout": lambda x: F.feature_alpha_dropout(x, 0.5, True),
