@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 NAMES = {
@@ -80,34 +81,61 @@ def _fill(file: Any, out: Tensor) -> None:
 
 
 def entries(path: Path) -> tuple[dict[str, Entry], list[str]]:
-    """The tensors of a file, and one clause for each thing that is wrong with it."""
+    """The tensors of a file, and one clause for each thing that is wrong with it.
+
+    The header is checked by the safetensors library first: offsets that overlap, leave holes, or don't fit the shapes.
+    """
+    if not path.is_file():
+        return {}, ["it is no regular file"]
     size = path.stat().st_size
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
+        start = file.read(8)
+        if start.startswith(b"version "):
+            return {}, ["it is a pointer of git-lfs, not the weights: git lfs pull"]
+        length = int.from_bytes(start, "little")
         if size < 8 or length > size - 8:
             return {}, [
                 f"its header of {length} bytes does not fit in {size} bytes: it is truncated, or no safetensors"
             ]
         try:
-            header = json.loads(file.read(length))
-        except ValueError:
-            return {}, ["its header is not JSON: it is no safetensors file"]
+            header = json.loads(file.read(length), object_pairs_hook=_once)
+        except (ValueError, RecursionError) as e:
+            return {}, [f"its header is not JSON that names each tensor once ({e}): it is no safetensors file"]
+    try:
+        with safe_open(path, framework="pt"):
+            pass
+    except (SafetensorError, OSError, ValueError) as e:
+        ends = [v["data_offsets"][1] for v in _offsets(header)]
+        short = ends and 8 + length + max(ends) > size
+        return {}, [f"the file is truncated: {e}" if short else f"the safetensors library refuses it: {e}"]
     found, wrong = {}, []
     for name, value in header.items():
         if name == "__metadata__":
             continue
-        dtype, (start, end) = NAMES.get(value["dtype"]), value["data_offsets"]
+        dtype = NAMES.get(value["dtype"])
         if dtype is None:
             wrong.append(f"tensor {name!r} has dtype {value['dtype']}, which torch lacks")
-            continue
-        entry = Entry(path, dtype, tuple(value["shape"]), 8 + length + start)
-        if end - start != entry.nbytes:
-            wrong.append(f"tensor {name!r} has {end - start} bytes, {entry.nbytes} for its shape and dtype")
-        elif 8 + length + end > size:
-            wrong.append(f"tensor {name!r} ends at byte {8 + length + end} of {size}: the file is truncated")
         else:
-            found[name] = entry
+            found[name] = Entry(path, dtype, tuple(value["shape"]), 8 + length + value["data_offsets"][0])
     return found, wrong
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    names = [k for k, _ in pairs]
+    twice = sorted({k for k in names if names.count(k) > 1}) if len(set(names)) < len(names) else []
+    if twice:
+        raise ValueError(f"{twice[0]!r} stands there twice")
+    return dict(pairs)
+
+
+def _offsets(header: Any) -> list[Any]:
+    """The entries of a header that have two offsets, as far as it can be read."""
+    values = header.values() if isinstance(header, dict) else []
+    return [v for v in values if isinstance(v, dict) and _two_numbers(v.get("data_offsets"))]
+
+
+def _two_numbers(x: Any) -> bool:
+    return isinstance(x, list) and len(x) == 2 and all(type(n) is int for n in x)
 
 
 def write(path: Path, shapes: dict[str, tuple[torch.dtype, tuple[int, ...]]], tensors: Iterable[Tensor]) -> None:

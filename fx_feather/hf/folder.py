@@ -1,9 +1,9 @@
 """Folders in Hugging Face's format: `config.json`, and safetensors in one file or in several with an index."""
 
+import dataclasses
 import json
 import os
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,12 @@ from ..errors import LayoutError, ShapeError, fail, message, raise_all
 from ..layout import Layout
 from ..mesh import Mesh
 from ..spec import Type, assemble, slices
-from .families import Family, of_json
-from .file import Entry, entries, write
+from .commit import Files, replace
+from .contents import INDEX, SINGLE, check_sizes, checked_folder, matched, read_json, sensible, tensors_of, untied
+from .families import of_json
+from .file import write
 from .model import Model
-from .part import Part
-from .settings import Settings
-
-INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-SHOWN = 20
-"""Tensors that are listed in a message before `and N more`."""
+from .settings import Settings, dtype_json
 
 
 def load(
@@ -73,14 +70,20 @@ def load(
             rule="local parts follow from a mesh and a layout",
             fix="both, or neither for whole parameters",
         )
-    source = _json(folder / "config.json")
+    files = Files(checked_folder(folder))
+    source = read_json(files, "config.json")
     where = str(folder / "config.json")
     family = of_json(source, where)
-    config = family.config(Settings(source, where))
-    found = _files(folder)
-    parts, treedef = tree.flatten(family.parts(config))
-    at = _match(folder, family, config, parts, found)
+    config = sensible(where, lambda: family.config(Settings(source, where)))
+    found = tensors_of(files)
+    check_sizes(where, config, found)
+    config = untied(family, config, found)
+    parts, treedef = tree.flatten(sensible(where, lambda: family.parts(config)))
+    at = matched(folder, family, config, parts, found)
     dtypes = [dtype or at[p.names[0]].dtype for p in parts]
+    # The word is that of the bits: a cache, and what is saved later, have the dtype that the parameters have.
+    if len(set(dtypes)) == 1:
+        config = dataclasses.replace(config, dtype=dtypes[0])
     model = Model(config, source, dtypes)
     template = tree.leaves(model.template)
     bounds: list[Sequence[slice] | None] = [None] * len(parts)
@@ -110,93 +113,6 @@ def _rank(mesh: Mesh) -> int:
     return int(os.environ.get("RANK", "0")) if mesh.size > 1 else 0
 
 
-def _json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text())
-    except (OSError, ValueError) as e:
-        fail(
-            ShapeError,
-            call=f"ff.hf.load({str(path.parent)!r})",
-            got=f"{path.name}: {e}",
-            number=f"{path.name} can't be read",
-            rule="a folder holds config.json and safetensors",
-            fix="the folder that a model was saved to",
-        )
-    return dict(value)
-
-
-def _files(folder: Path) -> dict[str, Entry]:
-    """All tensors of a folder, or one error that lists what is wrong with its files."""
-    weight_map: Mapping[str, str] = {}
-    if (folder / INDEX).exists():
-        weight_map = _json(folder / INDEX)["weight_map"]
-        names = sorted(set(weight_map.values()))
-    else:
-        names = [SINGLE]
-    found: dict[str, Entry] = {}
-    problems = []
-    for name in names:
-        path = folder / name
-        inside, wrong = entries(path) if path.exists() else ({}, ["it is missing"])
-        found |= inside
-        wrong += [f"tensor {t!r} is not in it" for t, f in weight_map.items() if f == name and t not in inside][:SHOWN]
-        if wrong:
-            problems.append(
-                message(
-                    call=f"ff.hf.load({str(folder)!r})",
-                    got=f"file {name}",
-                    number="\n".join(wrong),
-                    rule="weights are safetensors, complete; nothing is unpickled",
-                    fix="the file, copied again",
-                )
-            )
-    raise_all(ShapeError, problems)
-    return found
-
-
-def _match(
-    folder: Path, family: Family, config: Any, parts: Sequence[Part], found: dict[str, Entry]
-) -> dict[str, Entry]:
-    """The file tensors by their full names; one error lists all that are missing, too many or misshapen."""
-    if not any(name.startswith(family.prefix) for name in found):
-        full = {name for p in parts for name in p.names}
-        found = {n if n in full else family.prefix + n: e for n, e in found.items()}
-    wanted = {name: p.file_shape for p in parts for name in p.names}
-    missing = [name for name in wanted if name not in found]
-    extra = [n for n in found if n not in wanted and not _ignored(n, family, config)]
-    shapes = [
-        f"{name}: {list(found[name].shape)} in the file, {list(shape)} by the config"
-        for name, shape in wanted.items()
-        if name in found and found[name].shape != shape
-    ]
-    kinds = {"missing": missing, "in the files, but not in the model": extra, "of another shape": shapes}
-    lines = [f"{len(n)} {kind}: {_some(n)}" for kind, n in kinds.items() if n]
-    if lines:
-        fail(
-            ShapeError,
-            call=f"ff.hf.load({str(folder)!r})",
-            got=f"{len(found)} tensors for {type(config).__name__} with {len(wanted)}",
-            number="\n".join(lines),
-            rule="a checkpoint holds exactly the parameters that its config describes",
-            fix="the config.json that these weights were saved with",
-        )
-    return found
-
-
-def _ignored(name: str, family: Family, config: Any) -> bool:
-    if any(re.search(pattern, name) for pattern in family.ignored):
-        return True
-    # A tied head may be saved once more; DeepSeek's files hold layers that predict further tokens, after the last.
-    layer = re.match(r"model\.layers\.(\d+)\.", name)
-    beyond = family.architecture == "DeepseekV3ForCausalLM" and layer is not None and int(layer[1]) >= config.layers
-    return (name == "lm_head.weight" and getattr(config, "tied", True)) or beyond
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - SHOWN
-    return ", ".join(names[:SHOWN]) + (f" and {more} more" if more > 0 else "")
-
-
 def save(
     folder: str | Path,
     model: Model,
@@ -216,16 +132,19 @@ def save(
         mesh, layout: what the parts follow from.
         shard_bytes: size of a file at most, unless one tensor is larger.
 
+    What was in the folder stays as it is until all is written; then the new files take its place at once, and older
+    weights that they don't name are removed. A save that is killed leaves the old model or the new one.
+
     Raises:
-        ShapeError: parameters unlike the template, all of them at once.
+        ShapeError: parameters unlike the template, all of them at once; another process that writes into the folder.
     """
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
     template, treedef = tree.flatten(model.template)
     paths = tree.paths_of(treedef)
     ranks = [params] if mesh is None or layout is None else list(params)
     types: list[Type | None] = [None] * len(template)
     if mesh is not None and layout is not None:
+        layout = layout.fitted(mesh, [(p.dim_names, p.shape) for p in template])
         types = [
             layout.param_types(p.dim_names, p.shape, p.dtype, path).store
             for p, path in zip(template, paths, strict=True)
@@ -257,15 +176,20 @@ def save(
                 parts[i].write(last[i].detach().cpu(), name, out)
             yield out
 
-    total = sum(_bytes(*shapes[name]) for name in shapes)
-    weight_map: dict[str, str] = {}
-    for file, names in files.items():
-        write(folder / file, {n: shapes[n] for n in names}, tensors(names))
-        weight_map |= dict.fromkeys(names, file)
+    def weights(names: Sequence[str]) -> Callable[[Path], None]:
+        return lambda path: write(path, {n: shapes[n] for n in names}, tensors(names))
+
+    def text(value: Any) -> Callable[[Path], Any]:
+        return lambda path: path.write_text(json.dumps(value, indent=2) + "\n")
+
+    made = {file: weights(names) for file, names in files.items()}
     if len(files) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
-    (folder / "config.json").write_text(json.dumps(model.json(), indent=2) + "\n")
+        total = sum(_bytes(*shapes[name]) for name in shapes)
+        weight_map = {name: file for file, names in files.items() for name in names}
+        made[INDEX] = text({"metadata": {"total_size": total}, "weight_map": weight_map})
+    kinds = {dtype for dtype, _ in shapes.values()}
+    config = model.json() | (dtype_json(kinds.pop()) if len(kinds) == 1 else {})
+    replace(folder, {**made, "config.json": text(config)})
 
 
 def _check_shapes(
