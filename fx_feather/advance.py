@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from . import finite, tree
+from . import agreement, finite, tree
 from .optim import leaf
 from .passes.training import Parameters, Updates
 from .program import Program, Section
@@ -23,7 +23,11 @@ class Where(Protocol):
 
     def numbers(self, x: Any) -> list[Any]: ...
 
+    def scalar(self, x: float) -> Any: ...
+
     def any(self, flags: Any) -> list[bool]: ...
+
+    def check_numbers(self, call: str, numbers: dict[str, int | None], axes: tuple[str, ...]) -> None: ...
 
 
 @dataclasses.dataclass
@@ -36,6 +40,7 @@ class Advance:
         params: the parameters.
         aux_tree: structure of the auxiliary values, None if there are none.
         adjusts: whether the update reads them.
+        compared: axes along which each step sees whether all ranks are at the same one.
     """
 
     program: Program
@@ -43,10 +48,12 @@ class Advance:
     params: Parameters
     aux_tree: Any
     adjusts: bool
+    compared: tuple[str, ...]
 
     def __post_init__(self) -> None:
         # The dtype in which numbers meet the leaves: the narrowest that some leaf is updated in.
         wide = {leaf.wide_dtype(t.dtype) for t in self.params.at_rest() if t.dtype.is_floating_point}
+        self.ranks = self.program.mesh.count(self.compared)
         self.dtype = min(wide, key=lambda d: torch.finfo(d).max, default=torch.float32)
 
     def leaf_paths(self) -> list[str]:
@@ -69,11 +76,7 @@ class Advance:
             NonFiniteError: something that the update reads or would make is not finite; nothing is taken then.
         """
         sections, n, run, item = self.program.sections, len(params), where.run, where.item
-        so_far = run(sections["first"], [*params, *microbatches[0]])
-        for data in microbatches[1:]:
-            so_far = run(sections["following"], [*params, *data, *so_far])
-        (*reduced,) = run(sections["finish"], so_far)
-        del so_far
+        reduced = self.reduced(params, microbatches, where, state.step, state.seed)
         grads, results = reduced[:n], reduced[n:]
         resting = [*results[2:], *opt, *params, *keys]
         checked = run(sections["check"], [*grads, *results[:2], *(resting[i] for i in self.updates.early)])
@@ -110,6 +113,25 @@ class Advance:
         if self.aux_tree is not None:
             metrics["aux"] = tree.unflatten(self.aux_tree, results[2:])
         return new, metrics
+
+    def reduced(
+        self, params: list[Any], microbatches: list[list[Any]], where: Where, step: int = 0, seed: int | None = None
+    ) -> list[Any]:
+        """The reduced gradients, sum, count and auxiliary values, of ranks that are all at this step."""
+        sections, run = self.program.sections, where.run
+        so_far = run(sections["first"], [*params, *microbatches[0]])
+        for data in microbatches[1:]:
+            so_far = run(sections["following"], [*params, *data, *so_far])
+        if not self.compared:
+            reduced: list[Any] = run(sections["finish"], so_far)
+            return reduced
+        token = agreement.token(step, seed)
+        inputs = [*so_far, where.scalar(token), where.scalar(token * token)]
+        del so_far  # whose values are freed one by one
+        *reduced, sums = run(sections["finish"], inputs)
+        if not agreement.is_shared(self.ranks, *where.numbers(sums)):
+            where.check_numbers("step(state, batch)", {"step": step, "seed": seed}, self.compared)
+        return reduced
 
     def _not_finite(self, values: list[Any], paths: list[str], where: Where) -> list[str]:
         """The paths of values with something that is not finite on some rank."""

@@ -23,8 +23,8 @@ from .errors import RankError, fail
 PLACE_BYTES = 2 << 20
 #: Shapes of places that are kept made.
 _MANY_VIEWS = 4096
-#: Seconds that ranks wait for each other while they connect.
-_CONNECT_S = 30.0
+#: Bytes in which a rank says where it can be reached: what a path of a socket holds at most, and some.
+_PATH_BYTES = 112
 
 T = TypeVar("T")
 #: One rank's part in a collective. At each `yield` it has shown something; it goes on once all others have, too.
@@ -218,24 +218,31 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_all)
 
 
-def connect(ranks: Sequence[int], index: int, everyone: Callable[[Any], list[Any]], timeout_s: float) -> Channel | None:
+def connect(
+    ranks: Sequence[int], index: int, everyone: Callable[[bytes], list[bytes]], timeout_s: float
+) -> Channel | None:
     """Makes a channel between the ranks of a group; every rank calls it.
 
     Args:
         ranks: of the world, in the order of the group.
         index: of this rank in the group.
-        everyone: gives all ranks what each of them brought, in their order.
-        timeout_s: how long to wait for another rank in a collective, in seconds.
+        everyone: gives all ranks the bytes that each of them brought, as many on all, in their order.
+        timeout_s: how long to wait for another rank, here and in a collective, in seconds.
 
     Returns:
         None, on all ranks, unless all of them run on one Linux machine and reach each other there, or if one has
         FX_FEATHER_SHARED_MEMORY=0 in its environment.
     """
     with contextlib.ExitStack() as stack:
-        door = stack.enter_context(_door())
-        paths = everyone(None if door is None else door.getsockname())
-        if door is None or None in paths:
+        door = stack.enter_context(_door(timeout_s))
+        own_path = b"" if door is None else os.fsencode(door.getsockname())
+        paths = [x.rstrip(b"\0") for x in everyone(own_path.ljust(_PATH_BYTES, b"\0"))]
+        if door is None or b"" in paths:
             return None
+
+        def all_fine() -> bool:
+            return all(x == b"\1" for x in everyone(b"\1" if fine else b"\0"))
+
         sockets: dict[int, socket.socket] = {}
         opened = stack.enter_context(contextlib.ExitStack())
         memories: dict[int, mmap.mmap] = {}
@@ -247,17 +254,17 @@ def connect(ranks: Sequence[int], index: int, everyone: Callable[[Any], list[Any
             memories[index] = mmap.mmap(own, 2 * PLACE_BYTES)
             for k in range(index):
                 sockets[k] = s = opened.enter_context(socket.socket(socket.AF_UNIX))
-                s.settimeout(_CONNECT_S)
+                s.settimeout(timeout_s)
                 s.connect(paths[k])
                 _send_memory(s, index, own)
             fine = True
-        if not all(everyone(fine)):
+        if not all_fine():
             return None
         fine = False
         with contextlib.suppress(OSError, struct.error):
             for _ in range(index + 1, len(paths)):
                 s = opened.enter_context(door.accept()[0])
-                s.settimeout(_CONNECT_S)
+                s.settimeout(timeout_s)
                 k, memory = _receive_memory(s)
                 sockets[k], memories[k] = s, memory
                 _send_memory(s, index, own)
@@ -266,7 +273,7 @@ def connect(ranks: Sequence[int], index: int, everyone: Callable[[Any], list[Any
             fine = True
         if not fine:
             opened.close()  # so that the others wait no longer
-        if not all(everyone(fine)):
+        if not all_fine():
             return None
         opened.pop_all()
     order = range(len(paths))
@@ -275,7 +282,7 @@ def connect(ranks: Sequence[int], index: int, everyone: Callable[[Any], list[Any
 
 
 @contextlib.contextmanager
-def _door() -> Iterator[socket.socket | None]:
+def _door(timeout_s: float) -> Iterator[socket.socket | None]:
     """A socket that this user's other processes can call while it is there; None where there is no such thing."""
     door = None
     with contextlib.ExitStack() as stack:
@@ -285,7 +292,7 @@ def _door() -> Iterator[socket.socket | None]:
                 folder = tempfile.mkdtemp()
                 stack.callback(_remove, folder)
                 made = stack.enter_context(socket.socket(socket.AF_UNIX))
-                made.settimeout(_CONNECT_S)
+                made.settimeout(timeout_s)
                 made.bind(os.path.join(folder, "door"))
                 made.listen(1024)
                 door = made

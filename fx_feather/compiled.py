@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from . import param, tree
+from .agreement import Leaf, check_leaves, check_numbers
 from .backend import BACKENDS
 from .draws import LOSS, run_keys
 from .errors import BackendError, LayoutError, MeshError, ShapeError, fail
@@ -132,8 +133,25 @@ class Common:
     def runtime(self) -> Runtime:
         if self._runtime is None:
             self._runtime = Runtime(self.mesh, self.device, self.backend)
-            self._runtime.compare(self.program.fingerprint())
+            self._runtime.compare(self.program.text())
         return self._runtime
+
+    def agree(self, call: str, numbers: dict[str, int | None], state: Sequence[Leaf], batch: Any) -> list[str]:
+        """Raises an error where ranks hold other numbers, parts of a state or of a batch than they should in common.
+
+        Returns:
+            The paths of leaves of the state that are not finite on some rank.
+
+        Raises:
+            RankError: naming what differs, and the ranks.
+        """
+        run = self.runtime()
+        everyone = run.everyone("comparing values")
+        check_numbers(call, numbers, range(self.mesh.size), everyone)
+        leaves = zip(self.batch.paths, tree.leaves(batch), self.batch.types, strict=True)
+        held = [*state, *(Leaf(f"batch{path}", x, t) for path, x, t in leaves)]
+        paths = {x.path for x in state}
+        return [path for path in check_leaves(call, held, self.mesh, everyone) if path in paths]
 
     def shard(self, batch: Any) -> Any:
         """This rank's part of a whole batch, on its device.

@@ -7,6 +7,7 @@ from typing import Any, NoReturn
 import torch
 
 from . import garbage, tree
+from .agreement import Leaf
 from .compiled import BUCKET_BYTES, Common
 from .draws import LOSS
 from .errors import FeatherError, OptionError, fail
@@ -99,6 +100,7 @@ class Compiled(Common):
         for func in self.program.funcs():
             interleave(func.graph)
         self.out_types = tree.unflatten(self._out_tree, self._out_types)
+        self._compared = mesh.size == 1
 
     def _plain(self, s: Stitcher, fn: Callable[..., Any]) -> list[Section]:
         self._traced = program = self.trace(fn, getattr(fn, "__name__", "fn"))
@@ -148,9 +150,18 @@ class Compiled(Common):
 
         Returns:
             The local parts of the results, split as `out_types` says; pending sums are resolved.
+
+        Raises:
+            RankError: in the first call, ranks hold other parameters or batches than they should in common.
         """
-        run, leaves = self.runtime(), self.local_params(params, "f(params, batch)")
-        outs = self._chain(run.run, [*leaves, *self.local_microbatches(batch, "f(params, batch)", step)[0]])
+        call, run = "f(params, batch)", self.runtime()
+        leaves = self.local_params(params, call)
+        data = self.local_microbatches(batch, call, step)[0]
+        if not self._compared:
+            held = zip(self.params.paths, leaves, self.params.at_rest(), strict=True)
+            self.agree(call, {"step": step}, [Leaf(f"params{path}", x, t) for path, x, t in held], batch)
+        self._compared = True
+        outs = self._chain(run.run, [*leaves, *data])
         return tree.unflatten(self._out_tree, outs)
 
     def whole(self, results: Any) -> Any:

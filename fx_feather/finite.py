@@ -74,5 +74,18 @@ def refuse_values(step: int, loss: float, what: str, bad: Sequence[str], fix: st
         )
 
 
+def refuse_state(call: str, bad: Sequence[str]) -> None:
+    """Raises NonFiniteError for leaves of a state that are not finite before anything was computed with them."""
+    if bad:
+        fail(
+            NonFiniteError,
+            call=call,
+            got="a state that was brought here",
+            number=f"first leaf that is not finite: {_first(bad)}",
+            rule="a value that is not finite would spread to every parameter",
+            fix="look at where the state comes from: a file, or what changed it since the last step",
+        )
+
+
 def _first(paths: Sequence[str]) -> str:
     return paths[0] + (f" (and {len(paths) - 1} more)" if len(paths) > 1 else "") if paths else ""

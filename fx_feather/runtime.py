@@ -13,7 +13,7 @@ from torch import fx
 from torch.distributed.device_mesh import DeviceMesh
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from . import world
+from . import agreement, world
 from .backend import Overwriting, Together, build, computes, consuming, overwriting, together
 from .channel import Channel, connect
 from .collectives import Collective
@@ -107,33 +107,54 @@ class Runtime:
     def channel(self, group: dist.ProcessGroup) -> Channel | None:
         """Shared memory of a process group, where its ranks are on one machine and their values on its CPU."""
         if group not in _channels and self.device.type == "cpu":
-
-            def everyone(x: Any) -> list[Any]:
-                found: list[Any] = [None] * dist.get_world_size(group)
-                dist.all_gather_object(found, x, group)
-                return found
-
             with self._peers("connecting ranks of one machine"):
                 ranks = dist.get_process_group_ranks(group)
+                everyone = ft.partial(self._everyone, group)
                 _channels[group] = connect(ranks, dist.get_rank(group), everyone, world.timeout().total_seconds())
         return _channels.get(group)
 
-    def compare(self, fingerprint: str) -> None:
+    def _everyone(self, group: dist.ProcessGroup, data: bytes) -> list[bytes]:
+        """What each rank of a group brought, bytes of one length, in the order of the group."""
+        own = torch.frombuffer(bytearray(data or b" "), dtype=torch.uint8).to(self.device)
+        found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(found, own, group)
+        return [x.cpu().numpy().tobytes()[: len(data)] for x in found]
+
+    def everyone(self, doing: str) -> agreement.Everyone:
+        """Gives what reaches all ranks of the mesh; in a world of one, that one."""
+        if self.mesh.size == 1:
+            return lambda data: [data]
+
+        def give(data: bytes) -> list[bytes]:
+            with self._peers(doing):
+                return self._everyone(dist.group.WORLD, data)  # type: ignore[arg-type]
+
+        return give
+
+    def compare(self, text: str) -> None:
         """Raises RankError when ranks are about to run different programs, which would hang without a word."""
-        if not dist.is_initialized() or self.mesh.size == 1:
-            return
-        everyone: list[Any] = [None] * self.mesh.size
-        with self._peers("comparing programs"):
-            dist.all_gather_object(everyone, fingerprint)
-        if len(set(everyone)) > 1:
-            fail(
-                RankError,
-                call=f"first run on {self.mesh!r}",
-                got="\n".join(f"rank {r}: program {f[:12]}" for r, f in enumerate(everyone)),
-                number=f"{len(set(everyone))} different programs",
-                rule="all ranks run one program: otherwise their collectives don't meet, and the run hangs",
-                fix="compile with the same model, layout, mesh and batch shapes on every rank",
-            )
+        if self.mesh.size > 1:
+            agreement.check_programs(text, self.mesh, self.everyone("comparing programs"))
+
+    def scalar(self, x: float) -> torch.Tensor:
+        """A number that this rank brings, float64[]."""
+        return torch.tensor(x, dtype=torch.float64, device=self.device)
+
+    def check_numbers(self, call: str, numbers: dict[str, int | None], axes: tuple[str, ...]) -> None:
+        """Raises RankError for numbers that differ between the ranks along some axes, all of which call it."""
+        group = self.group(axes)
+        ranks = dist.get_process_group_ranks(group)
+
+        def everyone(data: bytes) -> list[bytes]:
+            with self._peers("comparing numbers of ranks"):
+                return self._everyone(group, data)
+
+        try:
+            agreement.check_numbers(call, numbers, ranks, everyone)
+        except RankError as e:
+            # Ranks off these axes know nothing of it, and wait for the next collective.
+            self._fail(e)
+            raise
 
     def run(self, section: Section, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         """The outputs of a section on this rank.
@@ -156,11 +177,15 @@ class Runtime:
         try:
             return self._run(section, inputs)
         except BaseException as e:
-            _failed[everyone] = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
-            for channel in _channels.values():
-                if channel is not None:
-                    channel.close(_failed[everyone])
+            self._fail(e)
             raise
+
+    def _fail(self, e: BaseException) -> None:
+        """Ends this rank's part in the world: whoever waits for it fails at once."""
+        why = _failed[dist.group.WORLD] = f"{type(e).__name__}: {(str(e).splitlines() or [''])[0]}"
+        for channel in _channels.values():
+            if channel is not None:
+                channel.close(why)
 
     def _run(self, section: Section, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         # What the program made may be written over once nobody needs it; what a user brought may not, nor views of it.

@@ -39,6 +39,13 @@ class Simulator:
         numbers: list[Any] = x[0].tolist()
         return numbers
 
+    def scalar(self, x: float) -> Ranks:
+        """A number that each rank brings, float64[]."""
+        return [torch.tensor(x, dtype=torch.float64)] * self.mesh.size
+
+    def check_numbers(self, call: str, numbers: Any, axes: tuple[str, ...]) -> None:
+        """Nothing: all ranks are at one step, that of the one state."""
+
     def any(self, flags: Sequence[Ranks]) -> list[bool]:
         """For each flag whether it is set on some rank."""
         return [any(bool(x) for x in ranks) for ranks in flags]

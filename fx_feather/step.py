@@ -8,9 +8,11 @@ import torch
 
 from . import garbage, tree
 from .advance import Advance
+from .agreement import Leaf
 from .compiled import BUCKET_BYTES, Common
 from .draws import INIT, LOSS, UPDATE
 from .errors import AmbiguousError, OptionError, StateError, fail
+from .finite import refuse_state
 from .layout import Layout, check_rest
 from .mesh import Mesh
 from .optim import Transform
@@ -39,6 +41,7 @@ class Options:
     prefetch_bytes: int | None
     matmul: str
     backend: str
+    check_every: int
     seed: int
 
 
@@ -67,16 +70,20 @@ class Step(Common):
         program = self.trace(wrapped, "loss")
         place_draws(program, self.params.in_use(), self.batch.types, accumulate)
         self._aux_tree = wrapped.aux_tree  # type: ignore[attr-defined]
-        g = gradient_sections(s, program, self.params, self.batch.types, options.reshard, bucket, accumulate)
-        self._result_types = g.finish.out_types()[len(self.params.types) :]
+        types = self.batch.types
+        g = gradient_sections(s, program, self.params, types, options.reshard, bucket, accumulate, tokens=True)
+        self._result_types = g.finish.out_types()[len(self.params.types) : len(g.first.outputs)]
         try:
-            u = optimizer_sections(s, optimizer, self.params, g.finish.outputs, bucket, self._adjusting(adjust))
+            u = optimizer_sections(
+                s, optimizer, self.params, g.finish.outputs[: len(g.first.outputs)], bucket, self._adjusting(adjust)
+            )
         except AmbiguousError:
             # Operators of an update aren't the user's own: where the layout is to blame, it is named.
             paths = (f"params{path}" for path in self.params.paths)
             check_rest(zip(paths, self.params.types, strict=True))
             raise
         self._state_types, self._state_tree = u.state_types, u.state_tree
+        self._check_every, self._calls = options.check_every, 0
         self._split = Split(mesh, (*self.params.at_rest(), *u.state_types))
         self.drawn = {LOSS: program.drawn, **u.drawn}
         sections = {"init": u.init, "first": g.first}
@@ -87,7 +94,7 @@ class Step(Common):
             overlap(section, options.prefetch_bytes)
             section.donate()
         self.program = Program(mesh, sections, options.seed if any(self.drawn.values()) else None)
-        self._advance = Advance(self.program, u, self.params, self._aux_tree, adjust is not None)
+        self._advance = Advance(self.program, u, self.params, self._aux_tree, adjust is not None, g.compared)
         for func in self.program.funcs():
             interleave(func.graph)
             if options.matmul == "onednn":
@@ -148,6 +155,10 @@ class Step(Common):
         microbatches = self.local_microbatches(batch, call, state.step)
         # No name but the state's own may hold the old parameters, or they would outlive their update.
         leaves, keys = self.local_params(state.params, call), self.keys(UPDATE, state.step)
+        if self._check_every and self._calls % self._check_every == 0:
+            # Counted in calls, not in steps: ranks of different steps must come here together.
+            self._compare(call, state, [*leaves, *opt], batch)
+        self._calls += 1
         new, metrics = self._advance(state, leaves, opt, keys, microbatches, run)
         run.settle()
         return self._state(new, state), metrics
@@ -234,6 +245,11 @@ class Step(Common):
         own = tree.unflatten(self._state_tree, self.own_parts(opt, self._state_types))
         return State(params, own, state.step, False, self._split, state.seed)
 
+    def _compare(self, call: str, state: State, leaves: list[torch.Tensor], batch: Any) -> None:
+        held = zip(self._advance.leaf_paths(), leaves, self._split.types, strict=True)
+        numbers = {"step": state.step, "seed": state.seed}
+        refuse_state(call, self.agree(call, numbers, [Leaf(*x) for x in held], batch))
+
     def _own_split(self) -> Split | None:
         return self._split if self.local else None
 
@@ -290,6 +306,7 @@ def compile_step(
     prefetch_bytes: int | None = None,
     matmul: str = "aten",
     backend: str = "eager",
+    check_every: int = 500,
     seed: int = 0,
     adjust: Callable[[Any, Any], Any] | None = None,
 ) -> Step:
@@ -323,6 +340,10 @@ def compile_step(
             may be faster there (`faster_matmul` measures it), with results that are close but not the same bits.
         backend: `eager` runs operator by operator; `inductor` fuses them, each distinct block compiled once, with
             results that are close but not the same bits.
+        check_every: calls after which ranks compare what they should hold in common, the first call included: the bits
+            of state and batch where the layout doesn't split them, the seed and the number of the step; 0 for never.
+            It reads the state once, of a leaf 16 MB at most. That all are at the same step is seen in every step, along
+            the axes over which the loss is summed.
         seed: what dropout, `torch.rand` and their like draw by, with the number of the step: the same bits in every
             layout, for any `accumulate`. `ff.random.seeded` gives them to the plain function on one device.
         adjust: a pure function `(params, aux) -> params`, part of the update after the optimizer's: for what moves by
@@ -342,7 +363,9 @@ def compile_step(
     >>> state.step, metrics["count"]
     (1, 4)
     """
-    options = Options(accumulate, device, remat, reshard, bucket_bytes, prefetch_bytes, matmul, backend, seed)
+    options = Options(
+        accumulate, device, remat, reshard, bucket_bytes, prefetch_bytes, matmul, backend, check_every, seed
+    )
     settings = {"optimizer": optimizer, **dataclasses.asdict(options)}
     is_pair = isinstance(optimizer, Transform)
     check(
@@ -357,6 +380,7 @@ def compile_step(
             ("bucket_bytes", count(1), "a bucket holds at least one byte", "bucket_bytes=25 << 20"),
             ("prefetch_bytes", count(0, none=True), _BUDGET_RULE, "prefetch_bytes=1 << 30"),
             ("seed", count(-(1 << 63)), "a seed is any integer", "seed=0"),
+            ("check_every", count(0), "ranks compare what they hold every so many calls", "check_every=500"),
             ("matmul", OneOf(MATMULS), f"the ways are {', '.join(MATMULS)}", "matmul='aten'"),
         ],
     )

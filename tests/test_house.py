@@ -37,7 +37,7 @@ FLOORS = (
         "tiles",
     },
     {"state", "deferred", "spec", "channel", "world"},
-    {"initializers", "param", "shared"},
+    {"initializers", "param", "shared", "agreement"},
     {"layout"},
     {"collectives", "kernels"},
     {"rules"},
@@ -140,6 +140,17 @@ def test_lower_floors_know_no_higher_ones():
         for line, other in siblings(path):
             if FLOOR.get(other, 99) > FLOOR.get(own, 99) or (other == "__init__" and own != "testing"):
                 wrong.append(f"{name(path)}:{line}: {own} imports {other}, which is above it")
+    assert not wrong, "\n".join(wrong)
+
+
+def test_ranks_give_each_other_bytes_and_no_objects():
+    """What torch.distributed calls an object is unpickled by who gets it."""
+    wrong = [
+        f"{name(path)}:{line}: {attribute}"
+        for path in python_files("fx_feather", "layouts", "examples")
+        for line, attribute in dotted(path)
+        if attribute.endswith(("_object", "_object_list"))
+    ]
     assert not wrong, "\n".join(wrong)
 
 

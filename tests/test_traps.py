@@ -317,7 +317,7 @@ def test_replicas_hold_the_same_bits() -> None:
     params = step.scatter(tree.leaves(ff.init(template)), step.params.at_rest())
     state = run(sections["init"], params)
     for _ in range(3):
-        reduced = run(sections["finish"], run(sections["first"], [*params, *data]))
+        reduced = step._advance.reduced(params, [data], step.simulator())
         resting, updates = [*state, *params], step._advance.updates
         _, _, numbers, *checked = run(sections["check"], [*reduced[: n + 2], *(resting[i] for i in updates.early)])
         assert all(torch.equal(x, numbers[0]) for x in numbers)

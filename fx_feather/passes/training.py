@@ -23,6 +23,8 @@ from .numbers import Numbers, checked
 from .order import by_output
 from .parts import at_its_use, in_parts
 from .reach import gradient_type, needs_gradient, reached_by_cotangents
+from .results import finished
+from .results import resolved as resolved
 from .stitch import Stitcher
 
 
@@ -74,21 +76,18 @@ class Gradients:
     """The sections that make gradients.
 
     `first` takes parameters, a microbatch and keys to draw by, and gives unreduced gradients and results; `following`
-    takes also what there is so far, and adds to it; `finish` reduces both.
+    takes also what there is so far, and adds to it; `finish` reduces both. Where `compared` has axes, `finish` takes
+    two numbers more from each rank, and gives their sums over these as one vector: they travel with other sums.
     """
 
     first: Section
     following: Section | None
     finish: Section
+    compared: tuple[str, ...] = ()
 
 
 #: Parts in which the gradients of a step are reduced at least, if none is of fewer bytes than the second number.
 _PARTS, _LEAST = 8, 1 << 20
-
-
-def resolved(t: Type) -> Type:
-    """The type with no pending sum, and the same everywhere where it is not split."""
-    return t.with_(partial=frozenset(), replicated=frozenset())
 
 
 def gradient_sections(
@@ -99,6 +98,7 @@ def gradient_sections(
     reshard: bool,
     bucket: int,
     accumulate: int = 1,
+    tokens: bool = False,
 ) -> Gradients:
     """Builds the sections that make gradients.
 
@@ -110,6 +110,7 @@ def gradient_sections(
         reshard: whether gathered parameters are freed after the forward.
         bucket: bytes that travel together, at most, when gradients are reduced at the end of the step.
         accumulate: microbatches; with one there is no `following`.
+        tokens: whether ranks compare two numbers.
     """
     n = len(params.types)
     final = params.gradients()
@@ -184,9 +185,8 @@ def gradient_sections(
     unreduced = s.like(first.outputs)
     # Last gradients first: they were there first.
     reduced = s.convert(list(reversed(unreduced[:n])), list(reversed(final)), "reduce", bucket)
-    scalars = _reduced_results(s, unreduced[n:])
-    finish = s.section("finish", unreduced, [*reversed(reduced), *scalars])
-    return Gradients(first, following, finish)
+    finish, compared = finished(s, unreduced, list(reversed(reduced)), tokens)
+    return Gradients(first, following, finish, compared)
 
 
 def key_types(program: GlobalProgram) -> list[Type]:
@@ -204,20 +204,6 @@ def _refuse_count() -> NoReturn:
         fix="return total, count.detach() if the count is only to normalise, or a sum of quotients of its own: "
         "return (total / count) * batch_size, batch_size",
     )
-
-
-def _reduced_results(s: Stitcher, values: Sequence[int]) -> list[int]:
-    """Sum, count and auxiliary values; scalars of all dtypes travel together, as float64, exact for counts to 2^53."""
-    types = [s.types[v] for v in values]
-    wide = [t.with_(dtype=torch.float64) if t.partial and not t.shape else t for t in types]
-    # Sums over some axes join those over more: elsewhere one rank holds what all know.
-    axes = frozenset[str]().union(*(t.partial for t in wide if not t.shape))
-    joint = [t.with_(partial=axes, replicated=t.replicated - axes) if t.partial and not t.shape else t for t in wide]
-    reduced = s.convert(s.convert(values, joint, "results"), [resolved(t) for t in wide], "results")
-    return [
-        v if w.dtype == t.dtype else s.small(lambda x, to=t.dtype: [x.to(to)], [v], resolved(t), "results", t.dtype)
-        for v, t, w in zip(reduced, types, wide, strict=True)
-    ]
 
 
 def _zeros(s: Stitcher, t: Type) -> int:

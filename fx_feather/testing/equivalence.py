@@ -246,14 +246,11 @@ def _is_loss(out: Any) -> bool:
 
 def _gradients(step: Step, params: Any, batch: Any) -> tuple[dict[str, Any], Any]:
     """Loss, count, auxiliary values and whole gradients of a step, before its optimizer takes them."""
-    sections, run, n = step.program.sections, step.simulator().run, len(step.params.types)
+    n = len(step.params.types)
     leaves = step.scatter(tree.leaves(params), step.params.at_rest())
-    first, *following = step.sim_microbatches(batch, "assert_equivalent(...)")
-    so_far = run(sections["first"], [*leaves, *first])
-    for data in following:
-        so_far = run(sections["following"], [*leaves, *data, *so_far])
-    finish = sections["finish"]
-    values = step.gather(run(finish, so_far), finish.out_types())
+    microbatches = step.sim_microbatches(batch, "assert_equivalent(...)")
+    reduced = step._advance.reduced(leaves, microbatches, step.simulator())
+    values = step.gather(reduced, step.program.sections["finish"].out_types()[: len(reduced)])
     total, count = values[n : n + 2]
     out = {"loss": total / count, "count": count}
     if step._aux_tree is not None:

@@ -45,7 +45,7 @@ def reductions(way: str, layout: ff.Layout) -> list[Any]:
         batch_dims="batch embed",
         accumulate=2,
     )
-    return [c for c in step.collectives() if c.name in ("psum", "reduce_scatter") and c.operand_bytes > 16]
+    return [c for c in step.collectives() if c.name in ("psum", "reduce_scatter") and c.operand_bytes > 32]
 
 
 @pytest.mark.parametrize("way", WAYS)

@@ -68,12 +68,12 @@ def collectives(step: ff.Step, section: str, *kinds: str) -> list[str]:
     ]
 
 
-#: Bytes of the sum and count of the loss, which travel together; the norm is smaller.
-SCALARS = 16
+#: Bytes of the sum and count of the loss and of two numbers that ranks compare, which travel together.
+SCALARS = 32
 
 
 def sum_and_count(axes: str) -> list[str]:
-    return [f"results: psum@{axes} 16 B float64"]
+    return [f"results: psum@{axes} 32 B float64"]
 
 
 def test_single_sends_nothing() -> None:
@@ -84,7 +84,7 @@ def test_ddp_reduces_every_gradient_once() -> None:
     step = compiled("ddp", DP4)
     assert [*map(repr, step.collectives())] == [
         f"psum@dp {TOTAL} B float32",
-        "psum@dp 16 B float64",
+        "psum@dp 32 B float64",
     ]
     assert step.collectives()[0].sent_bytes == 2 * TOTAL * 3 // 4
 
@@ -180,7 +180,7 @@ def test_tp_reduces_twice_a_block_forward_and_twice_backward() -> None:
     ]
     assert len(collectives(step, "first")) == 4 + 4 * CFG.layers
     # The loss is left pending by the ranks that hold parts of the vocabulary; the count is known to all.
-    assert collectives(step, "finish") == ["results: psum@tp 8 B float64"]
+    assert collectives(step, "finish") == ["results: psum@tp 24 B float64"]
     assert collectives(step, "update") == []
 
 
@@ -199,7 +199,7 @@ def test_sequence_parallel_gathers_and_scatters_twice_a_block_each_way() -> None
     norms = size(
         [TEMPLATE["norm"], *(layer[n] for layer in TEMPLATE["layers"] for n in ("attention_norm", "mlp_norm"))]
     )
-    assert collectives(step, "finish") == [f"reduce: psum@tp {norms} B float32", "results: psum@tp 8 B float64"]
+    assert collectives(step, "finish") == [f"reduce: psum@tp {norms} B float32", "results: psum@tp 24 B float64"]
 
 
 def test_mixed_precision_gathers_narrow_and_reduces_gradients_wide() -> None:

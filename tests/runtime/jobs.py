@@ -299,6 +299,53 @@ def generated(out: Path) -> dict[str, Any]:
     return {"texts": texts, "same": written(generate.run_whole, ff.init(generate.template, 5)) == texts}
 
 
+def disagreeing(out: Path) -> dict[str, Any]:
+    """What two ranks say that hold other values than they should in common; the last of these ends the world."""
+    dp, tp, found = ff.Mesh(dp=2), ff.Mesh(tp=2), {}
+    batch = linear_batch()
+
+    def first(step: ff.Step, state: ff.State, data: Any = None) -> list[str]:
+        return caught(step, state, data if data is not None else step.shard(batch))
+
+    def constant(params: Any, data: Any) -> torch.Tensor:
+        return data["x"] * params["a"] * torch.tensor([RANK, 1.0, 1.0, 1.0])
+
+    given = {"template": linear_step(ff.Mesh(), ff.Layout()).template, "batch": batch, "batch_dims": "batch embed"}
+    f = ff.compile(constant, **given, mesh=dp, layout=layouts.ddp("dp"), device="cpu")
+    found["constant"] = caught(lambda: f.shard(batch))
+    for name, mesh, layout in (("ddp", dp, layouts.ddp("dp")), ("fsdp", dp, layouts.fsdp("dp"))):
+        step = linear_step(mesh, layout)
+        found[f"seed, {name}"] = first(step, step.init(seed=RANK))
+    step = linear_step(dp, layouts.ddp("dp"))
+    state = step.init()
+    state.params["b"][1] += RANK
+    found["leaf"] = first(step, state)
+    state.params["b"][1] = float("nan")
+    found["not finite"] = first(step, state)
+    step = linear_step(tp, layouts.tp("tp"))
+    found["batch"] = first(step, step.init(), tree.map(lambda x: x + RANK, batch))
+    g = ff.compile(lambda p, b: b["x"] * p["a"], **given, mesh=tp, layout=layouts.tp("tp"), device="cpu")
+    found["evaluation"] = caught(g, g.init_params(), tree.map(lambda x: x + RANK, batch))
+    step = linear_step(dp, layouts.ddp("dp"))
+    rows = tree.map(lambda x: x[2 * RANK : 2 * RANK + 2], batch)
+    state, metrics = step(step.init(), step.from_local(rows))
+    found["rows of its own"] = [
+        metrics["loss"],
+        linear_step(dp, layouts.ddp("dp"))(step.init(), step.shard(batch))[1]["loss"],
+    ]
+    # A whole state goes from one layout to another; parts of one as they are don't.
+    other = linear_step(dp, layouts.fsdp("dp"))
+    found["other layout"] = caught(other, state, other.shard(batch))
+    moved, metrics = other(other.shard_state(step.whole(state)), other.shard(batch))
+    found["moved"] = [moved.step, metrics["loss"], step(state, step.shard(batch))[1]["loss"]]
+    # Rank 1 leaves a step out: after the first look, the number of the step alone tells.
+    state, _ = step(step.init(), step.shard(batch))
+    state.step += RANK
+    found["skipped"] = [*caught(step, state, step.shard(batch)), str(state.params is not None)]
+    found["after"] = caught(step, state, step.shard(batch))
+    return found
+
+
 def killed(out: Path) -> dict[str, Any]:
     return failing_world(out, lambda: os._exit(7))
 

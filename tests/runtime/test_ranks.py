@@ -204,6 +204,38 @@ def test_a_rank_that_fails_amid_a_section_stops_all(two) -> None:
     assert "an earlier section failed on this rank: RuntimeError: index 9 is out of bounds" in text
 
 
+def test_ranks_that_disagree(tmp_path) -> None:
+    """Each says so at once, and all the same."""
+    zero, one = reports(tmp_path, launch("disagreeing", 2, tmp_path))
+    cases = {
+        "constant": ("RankError", "2 different programs", "rank 1: %", "constant f32[4] sha256"),
+        "seed, ddp": ("RankError", "seed 1 on rank 1", "rank 1 differs in the seed"),
+        "seed, fsdp": ("RankError", "seed 1 on rank 1", "rank 1 differs in the seed"),
+        "leaf": ("RankError", "params['b'], f64[4]: rank 1 not as rank 0", "1 of 5 leaves differ"),
+        "not finite": ("NonFiniteError", "first leaf that is not finite: params['b']"),
+        "batch": (
+            "RankError",
+            "batch['x'], f64[4, 4]: rank 1 not as rank 0",
+            "2 of 5 leaves differ",
+            "step.shard(batch)",
+        ),
+        "evaluation": ("RankError", "batch['x'], f64[4, 4]: rank 1 not as rank 0", "2 of 4 leaves differ"),
+        "other layout": ("StateError", "params['a'] is f64[4], not f64[4@dp]", "step.shard_state(other.whole(state))"),
+        "skipped": ("RankError", "step 2 on rank 1", "rank 1 differs in the step"),
+    }
+    for name, (kind, *words) in cases.items():
+        assert zero[name] == one[name]
+        text = five_parts(zero[name][:2], kind)
+        assert all(word in text for word in words), text
+    for report in (zero, one):
+        own, shared = report["rows of its own"]
+        assert own == shared
+        steps, there, here = report["moved"]
+        assert steps == 2 and there == pytest.approx(here, rel=1e-12)
+        assert report["skipped"][2] == "True", "the state is still there"
+        assert "an earlier section failed on this rank: RankError" in five_parts(report["after"], "RankError")
+
+
 def test_a_killed_rank_ends_the_others(tmp_path) -> None:
     ended = launch("killed", 2, tmp_path, timeout_s=60)
     assert ended[1].code == 7
