@@ -9,8 +9,10 @@ from torch import Tensor
 #: Squares that meet in one float32 sum, at most: in any order each is then exact to 12 roundings, 7e-7. A dot of many
 #: numbers is as exact as the order in which the BLAS of a CPU adds them.
 _TERMS = 12
-#: How many such sums there are at a time, at most and at least. They are added up in float64.
-_MOST, _LEAST = 1 << 17, 1 << 12
+#: How many such sums there are at a time, at most. They are added up in float64.
+_MOST = 1 << 17
+#: A leaf of so many elements is widened as a whole, which then costs less than the calls for rows of it.
+_SMALL = 1 << 16
 
 
 def sum_squares(x: Tensor, factor: Tensor) -> Tensor:
@@ -66,18 +68,18 @@ def _range(dtype: torch.dtype) -> tuple[float, float]:
 def _squares(flat: Tensor) -> float:
     if flat.dtype == torch.float64:
         return torch.dot(flat, flat).item()
-    n = min(_MOST, max(_LEAST, -(-flat.numel() // _TERMS)))
+    if flat.numel() <= _SMALL:
+        wide = flat.double()
+        return torch.dot(wide, wide).item()
+    n = min(_MOST, -(-flat.numel() // _TERMS))
     return sum(_rows(part, n) for part in flat.split(n * _TERMS))
 
 
 def _rows(flat: Tensor, n: int) -> float:
     """The sum of the squares of up to `_TERMS` rows of `n` numbers, the last of which may be shorter."""
-    if flat.numel() <= n:
-        wide = flat.double()
-        return torch.dot(wide, wide).item()
     first, *whole = flat.split(n)
     sums = first * first
-    if whole[-1].numel() < n:
+    if whole and whole[-1].numel() < n:
         last = whole.pop()
         sums[: last.numel()].addcmul_(last, last)
     # On a CPU this is a loop over the lists: one call of Python for all rows, which are added one after another.

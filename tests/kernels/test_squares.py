@@ -73,3 +73,10 @@ def test_the_order_in_memory_does_not_matter() -> None:
 def test_leaves_of_zeros_are_not_read_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.Tensor, "to", None)
     assert squares._on_cpu(torch.zeros(5000), 2.0) == 0
+
+
+@pytest.mark.parametrize("n", [65_536, 65_537, 12 * 131_072 + 5, 24 * 131_072, 13 * 131_072 + 1])
+def test_rows_of_any_number_are_all_summed(n: int) -> None:
+    x = torch.randn(n, generator=torch.Generator().manual_seed(0))
+    want = x.double().square().sum()
+    torch.testing.assert_close(sum_squares(x, torch.tensor(1.0)), want, rtol=1e-6, atol=0)
