@@ -72,7 +72,7 @@ def _problem(x: Any) -> tuple[str, str, str] | None:
             "what has a gradient is a parameter; a tensor from outside is a constant",
             "a leaf of the template for it, or x.detach() where it is a constant",
         )
-    if type(x) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer) or x.layout != torch.strided or x.is_quantized:
+    if type(x) not in (Tensor, torch.nn.Parameter, torch.nn.Buffer) or x.layout != torch.strided or x._is_zerotensor():
         return (
             f"it is a {type(x).__name__} of layout {x.layout}",
             "a constant is a plain tensor, whose bytes are part of the program",

@@ -6,7 +6,7 @@ import re
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import fx
@@ -26,6 +26,8 @@ from .errors import FeatherError, RuleError, ShapeError, fail
 from .random_ops import refuse_generator
 from .source import is_machinery, line_of, note_line, this_line, user_line
 
+_T = TypeVar("_T")
+
 #: Asking autograd for a gradient: a trace records operators, not what autograd makes of them.
 _TAPE = {
     torch.autograd.grad: "torch.autograd.grad",
@@ -43,6 +45,52 @@ _HOOKS = {
 }
 
 
+_TRANSFORMS = torch._functorch.eager_transforms.__file__
+
+
+class Transformed(BaseException):
+    """A transform of torch.func is met in a trace of composite operators, from which it hides its values."""
+
+
+def transforming() -> bool:
+    """Whether a transform of torch.func is at work, such as vmap: its values have other dims than the function's."""
+    return torch._C._functorch.maybe_current_level() is not None
+
+
+def lowered(trace: Callable[[bool], _T]) -> _T:
+    """What a trace gives; where it meets a transform, what one of simple operators gives."""
+    try:
+        return trace(False)
+    except Transformed:
+        return trace(True)
+
+
+def _in_transform() -> bool:
+    """Whether torch.func itself is what asks, as it does for a pullback when its transform is over."""
+    frame: Any = sys._getframe(2)
+    while frame is not None and is_machinery(frame.f_code.co_filename):
+        if frame.f_code.co_filename == _TRANSFORMS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def _only_vmap() -> bool:
+    stack = torch._C._functorch.get_interpreter_stack() or []
+    return all(level.key() == torch._C._functorch.TransformType.Vmap for level in stack)
+
+
+def _refuse_unwanted(what: str) -> NoReturn:
+    fail(
+        FeatherError,
+        call=f"a torch.func transform in {what}, at {this_line()}",
+        got="a transform of gradients where no gradient is wanted of its result",
+        number="1 gradient would be there nevertheless: a transform turns it on for what it computes",
+        rule="a trace holds operators: what has no gradient is detached where it is made",
+        fix="torch.func.grad(f)(x).detach(), outside of torch.no_grad",
+    )
+
+
 class _Traced(TorchFunctionMode):
     """Sees each operator before it is recorded: notes the user's line, and keeps a gradient from where torch has none.
 
@@ -53,22 +101,30 @@ class _Traced(TorchFunctionMode):
         super().__init__()
         self.what, self.region = what, region
         self.level = torch._C._functorch.maybe_current_level()
+        #: Whether a gradient is wanted, outside of transforms: each has a mode of its own.
+        self.wanted = torch.is_grad_enabled()
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         note_line()
         if func is torch._C._set_grad_enabled:
             # A node for it would have to keep its place; what it means is written at each operator instead.
+            if torch._C._functorch.maybe_current_level() == self.level:
+                self.wanted = args[0]
             with torch._C.DisableTorchFunction():
                 return func(*args, **kwargs)
         transformed = torch._C._functorch.maybe_current_level() != self.level
         if transformed and not self.region:
-            _refuse_transform(self.what)
+            raise Transformed
+        unwanted = not self.wanted or torch.is_inference_mode_enabled()
+        if transformed and unwanted and not _only_vmap():
+            _refuse_unwanted(self.what)
         if func == _DATA:
             return args[0].detach()
         if func == _REQUIRES_GRAD and not is_machinery(sys._getframe(1).f_code.co_filename):
             _refuse_question(self.what)
-        if not transformed and (func in _TAPE or kwargs.get("requires_grad")):
+        inside = transformed or (func in _TAPE and _in_transform())
+        if not (inside and self.region) and (func in _TAPE or kwargs.get("requires_grad")):
             _refuse_tape(_TAPE.get(func, "requires_grad=True"), self.what, self.region)
         if kwargs.get("generator") is not None:
             refuse_generator(getattr(func, "__name__", str(func)), this_line())
@@ -128,15 +184,25 @@ def without_gradient(out: Any, args: Any) -> Any:
     return tree.unflatten(treedef, kept)
 
 
-def _refuse_transform(what: str) -> NoReturn:
+@contextlib.contextmanager
+def transforms(what: str) -> Iterator[None]:
+    """What torch can't transform is refused at its line, within a trace that sees through transforms."""
+    try:
+        yield
+    except (RuntimeError, NotImplementedError) as e:
+        if isinstance(e, FeatherError):
+            raise
+        _refuse_formula(what, line_of(e), f"{type(e).__name__}: {str(e).splitlines()[0]}")
+
+
+def _refuse_formula(what: str, where: str, got: str) -> NoReturn:
     fail(
         FeatherError,
-        call=f"a torch.func transform in {what}, at {this_line()}",
-        got="an operator inside of torch.func.grad, vjp, jvp, vmap or what is made of them",
-        number="1 transform would be lost: its values are hidden from the trace",
-        rule="a function is traced by its whole operators, and the gradient is taken of the program they become",
-        fix="ff.value_and_grad(loss_fn) around the whole loss for its gradient, and dims in the place of vmap; "
-        "inside of ff.shard_map torch.func works",
+        call=f"{what} at {where}",
+        got=got,
+        number="1 function can't be traced through the torch.func transform that it uses",
+        rule="a transform is traced operator by operator, on shapes alone",
+        fix="the formula that the transform stands for; for a Hessian, torch.func.jacrev of torch.func.grad",
     )
 
 
@@ -271,7 +337,7 @@ def watched(fn: Callable[..., Any], what: str, region: bool = False) -> Callable
     Args:
         fn: the function.
         what: its name in messages.
-        region: whether it is per-rank code, whose trace sees through torch.func transforms.
+        region: whether its trace sees through torch.func transforms, as one of simple operators does.
 
     Raises:
         FeatherError: code that depends on the values of tensors, which a trace doesn't know; a torch.autograd.Function;
@@ -290,6 +356,9 @@ def check_recorded(graph: fx.Graph, what: str) -> None:
     """Raises FeatherError if something was recorded that is no operator; takes out contexts that do nothing."""
     enter, leave = torch.amp.autocast_mode._enter_autocast, torch.amp.autocast_mode._exit_autocast
     for n in reversed(list(graph.nodes)):
+        device = n.kwargs.get("device")
+        if isinstance(device, torch.device) and device.type == "meta":
+            _refuse_formula(what, user_line(n), f"the operator {n.target} on the device meta")
         if n.op != "call_function" or isinstance(n.target, torch._ops.OpOverload) or n.target is operator.getitem:
             continue
         if n.target in (enter, leave):

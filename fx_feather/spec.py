@@ -289,3 +289,29 @@ def assemble(parts: list[torch.Tensor], t: Type, mesh: Mesh) -> torch.Tensor:
         true = tuple(slice(0, s.stop - s.start) for s in where)
         out[where] = out[where] + part[true] if t.partial else part[true]
     return out
+
+
+def check_names(x: torch.Tensor, dims: str) -> None:
+    """Raises SpecError if a string doesn't name the dims of a tensor, each once."""
+    if not isinstance(x, torch.Tensor) or not isinstance(dims, str):
+        fail(
+            SpecError,
+            call=f"constrain({type(x).__name__}, {dims!r})",
+            got=f"{type(x).__name__} and {type(dims).__name__}",
+            number=f"{dims!r} is not a string" if not isinstance(dims, str) else f"{type(x).__name__} is not a tensor",
+            rule="the dims of one tensor are named by one string, separated by blanks",
+            fix='constrain(x, "batch seq embed")',
+        )
+    names = dims.split()
+    twice = [n for n in names if n != "_" and names.count(n) > 1]
+    if len(names) != x.ndim or twice:
+        fail(
+            SpecError,
+            call=f"constrain(x, {dims!r})",
+            got=f"x of shape {list(x.shape)}",
+            number=f"{twice[0]!r} is named twice" if twice else f"{len(names)} names for {x.ndim} dims",
+            rule="each dim has one name of its own, so that a layout can say how it is split",
+            fix=f'constrain(x, "{" ".join((names + ["_"] * x.ndim)[: x.ndim])}")'
+            if not twice
+            else f"write _ for one of the two {twice[0]!r}",
+        )

@@ -16,12 +16,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from . import tree
 from .constants import Frozen, freeze
 from .draws import Drawing, Key, Site, lower_graph, no_plain_run, plain_call
-from .errors import SpecError, fail
 from .functional import without_writes
 from .identity import identity
-from .pure import check_outputs, check_recorded, watched
+from .pure import check_outputs, check_recorded, lowered, transforming, transforms, watched
 from .record import CallRecorder, place, record_unit
 from .source import label, labels, note_line, noted_line
+from .spec import check_names
 from .unit import Aval, GlobalProgram, Region, Unit, cut, merge_equal
 
 _library = torch.library.Library("fx_feather", "FRAGMENT")
@@ -118,29 +118,8 @@ def constrain(x: torch.Tensor, dims: str) -> torch.Tensor:
     >>> constrain(torch.ones(2, 3), "batch embed").shape
     torch.Size([2, 3])
     """
-    if not isinstance(x, torch.Tensor) or not isinstance(dims, str):
-        fail(
-            SpecError,
-            call=f"constrain({type(x).__name__}, {dims!r})",
-            got=f"{type(x).__name__} and {type(dims).__name__}",
-            number=f"{dims!r} is not a string" if not isinstance(dims, str) else f"{type(x).__name__} is not a tensor",
-            rule="the dims of one tensor are named by one string, separated by blanks",
-            fix='constrain(x, "batch seq embed")',
-        )
-    names = dims.split()
-    twice = [n for n in names if n != "_" and names.count(n) > 1]
-    if len(names) != x.ndim or twice:
-        fail(
-            SpecError,
-            call=f"constrain(x, {dims!r})",
-            got=f"x of shape {list(x.shape)}",
-            number=f"{twice[0]!r} is named twice" if twice else f"{len(names)} names for {x.ndim} dims",
-            rule="each dim has one name of its own, so that a layout can say how it is split",
-            fix=f'constrain(x, "{" ".join((names + ["_"] * x.ndim)[: x.ndim])}")'
-            if not twice
-            else f"write _ for one of the two {twice[0]!r}",
-        )
-    return torch.ops.fx_feather.constrain(x, dims) if tracing() else x
+    check_names(x, dims)
+    return torch.ops.fx_feather.constrain(x, dims) if tracing() and not transforming() else x
 
 
 class Block:
@@ -167,7 +146,8 @@ class Block:
         [tensor(2), tensor(4)]
         """
         # A block in a block is part of it: the outer one is the unit.
-        if _current is None or _current.inside:
+        # So is one in a transform of torch.func, which hides its values from the outer trace.
+        if _current is None or _current.inside or transforming():
             return [plain_call(self.fn, row) for row in rows]
         alike: dict[Any, list[_Row]] = {}
         flat, table = tree.flatten(list(rows))
@@ -301,7 +281,10 @@ def _trace_unit(
     name: Callable[[int], str] = "operand {}".format,
 ) -> Unit:
     fakes = [a.fake() for a in avals]
-    unit = record_unit(flat, fakes, what) if operators else _trace_graph(flat, fakes, what)
+    if operators:
+        unit = record_unit(flat, fakes, what)
+    else:
+        unit = lowered(lambda simple: _trace_graph(flat, fakes, what, simple=simple))
     for i, n in enumerate(unit.inputs[: len(fakes)]):
         n.meta["label"] = name(i)
     unit = without_writes(unit, label)
@@ -310,10 +293,19 @@ def _trace_unit(
 
 
 def _trace_graph(
-    flat: Callable[..., list[torch.Tensor]], fakes: list[torch.Tensor], what: str, key: Key = lambda: None
+    flat: Callable[..., list[torch.Tensor]],
+    fakes: list[torch.Tensor],
+    what: str,
+    key: Key = lambda: None,
+    simple: bool = False,
 ) -> Unit:
     """Traces to one graph. Where it draws, the key is its last input, or what `key` gives, as a constant."""
-    gm = make_fx(watched(flat, f"{what}(...)"), pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
+    if simple:
+        # Below autograd, where a transform has become the operators that it stands for; composite ones have as well.
+        with transforms(f"{what}(...)"):
+            gm = make_fx(watched(flat, f"{what}(...)", region=True), _allow_non_fake_inputs=True)(*fakes)
+    else:
+        gm = make_fx(watched(flat, f"{what}(...)"), pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
     check_recorded(gm.graph, f"{what}(...)")
 
     draws = lower_graph(gm, key)
@@ -355,13 +347,25 @@ def trace(fn: Callable[..., Any], args: Any, name: str = "main", operators: bool
 
     if operators:
         return _trace_calls(flat, avals, name, lambda: out_tree)
+    return lowered(lambda simple: _trace_model(fn, flat, treedef, avals, name, lambda: out_tree, simple))
+
+
+def _trace_model(
+    fn: Callable[..., Any],
+    flat: Callable[..., list[torch.Tensor]],
+    treedef: Any,
+    avals: list[Aval],
+    name: str,
+    out_tree: Callable[[], Any],
+    simple: bool,
+) -> GlobalProgram:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     state = _Trace(mode, device=avals[0].device if avals else "cpu")
     # As torch.func does: where a gradient is wanted is for the function itself to say, not for who calls it.
     with _tracing(state), mode, torch.enable_grad():
         # The inputs are closed over: most are parameters that only blocks use, and need no node in the outer graph.
         fakes = state.fakes(avals)
-        whole = _trace_graph(lambda: flat(*fakes), [], name, lambda: state.new_key(0))
+        whole = _trace_graph(lambda: flat(*fakes), [], name, lambda: state.new_key(0), simple)
     inputs, label_of = [*fakes, *state.keys.values()], labels(fn, treedef)
     given = {id(x): i for i, x in enumerate(inputs)}
     for n in whole.graph.find_nodes(op="get_attr"):
@@ -370,7 +374,7 @@ def trace(fn: Callable[..., Any], args: Any, name: str = "main", operators: bool
     whole = without_writes(whole, label)
     freeze(whole, state.frozen, frozenset(given), f"{name}(...)")
     merge_equal(whole.graph)
-    return cut(whole, state.blocks, inputs, label_of, out_tree, tuple(state.keys))
+    return cut(whole, state.blocks, inputs, label_of, out_tree(), tuple(state.keys))
 
 
 def _trace_calls(

@@ -122,10 +122,16 @@ def _autocast(h: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("inner", "problem", "fix"),
     [
-        (torch.func.grad(lambda h: h.exp().sum()), "1 transform would be lost", "ff.value_and_grad"),
-        (lambda h: torch.func.vjp(torch.exp, h)[1](h)[0], "1 transform would be lost", "ff.value_and_grad"),
-        (lambda h: torch.func.jvp(torch.exp, (h,), (h,))[1], "1 transform would be lost", "ff.value_and_grad"),
-        (torch.vmap(lambda row: row.exp().sum()), "1 transform would be lost", "dims in the place of vmap"),
+        (
+            torch.vmap(torch.func.hessian(lambda row: (row**3).sum())),
+            "1 function can't be traced through",
+            "torch.func.jacrev of torch.func.grad",
+        ),
+        (
+            torch.no_grad()(torch.func.grad(lambda h: (h**4).sum())),
+            "1 gradient would be there nevertheless",
+            ".detach(), outside of torch.no_grad",
+        ),
         (_backward, "1 call of requires_grad_ would be lost", "ff.value_and_grad"),
         (lambda h: h * torch.zeros(8, requires_grad=True), "requires_grad=True would be lost", "ff.value_and_grad"),
         (_hook, "1 call of register_hook would be lost", "vjp=fn"),
@@ -167,6 +173,34 @@ def _handed_on(h: torch.Tensor) -> torch.Tensor:
     return h * k + d.exp() * v[0]
 
 
+def _pulled(h: torch.Tensor) -> torch.Tensor:
+    out, pull = torch.func.vjp(lambda x: x.tanh() * x, h)
+    return pull(out.sin())[0]
+
+
+def _rows(h: torch.Tensor) -> torch.Tensor:
+    # A block and a constraint inside of a transform are part of it.
+    return torch.vmap(lambda row: ff.constrain(ff.block(torch.sin)(row), "mlp"))(h)
+
+
+def _filled_rows(h: torch.Tensor) -> torch.Tensor:
+    def fill(row: torch.Tensor) -> torch.Tensor:
+        out = row * 2
+        out += row.exp()
+        return out
+
+    out = torch.vmap(fill)(h)
+    out.mul_(h)
+    return out * torch.vmap(torch.cos)(h).detach()
+
+
+def _beside_blocks(h: torch.Tensor) -> torch.Tensor:
+    inner = ff.block(torch.func.grad(lambda x: (x**3).sum()))
+    with torch.no_grad():
+        k = torch.vmap(torch.exp)(h)
+    return inner(h) + ff.block(torch.sin)(inner(h * 0.1)) * k
+
+
 def _recursive():
     def power(h: torch.Tensor, n: int = 3) -> torch.Tensor:
         return h * power(h, n - 1) if n else h
@@ -203,6 +237,14 @@ KEPT: list[Inner] = [
     _around_a_block,
     _disabled_autocast,
     lambda h: ff.block(_recursive())(h),
+    torch.func.grad(lambda h: h.exp().sum()),
+    lambda h: torch.func.jvp(torch.exp, (h,), (h,))[1],
+    torch.vmap(torch.func.grad(lambda row: (row.sin() * row).sum())),
+    torch.vmap(torch.func.jacrev(torch.func.grad(lambda row: (row**3).sum()))),
+    _pulled,
+    _rows,
+    _filled_rows,
+    _beside_blocks,
 ]
 
 
@@ -213,6 +255,13 @@ def test_where_no_gradient_is_wanted_there_is_none(inner, layout) -> None:
     want = ff.value_and_grad(loss_of(inner))(params, X)
     got = compiled(inner, layout).simulate(params, X)
     for a, b in zip(tree.leaves(got), tree.leaves(want), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+def test_a_checkpoint_is_its_function() -> None:
+    params = ff.init(TEMPLATE, seed=1)
+    got = compiled(lambda h: checkpoint(torch.exp, h, use_reentrant=False), LAYOUTS[1]).simulate(params, X)
+    for a, b in zip(tree.leaves(got), tree.leaves(ff.value_and_grad(loss_of(torch.exp))(params, X)), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
