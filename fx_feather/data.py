@@ -33,7 +33,8 @@ def source_text(path: str | os.PathLike[str] | None = None) -> bytes:
     With no path the text is the `.py` source of the standard library of the Python that runs this, 12 MB for
     CPython 3.11: all of it but its test folders and installed packages, in the order of the sorted paths. A file is
     read as it is. Of a folder all files are read that hold no zero byte, hidden files and folders left out, in the
-    order of the sorted paths. Files are joined by a newline. The same files give the same bytes on every machine.
+    order of the sorted paths. Links are followed, a folder that is met again is read once. Files are joined by a
+    newline. The same files give the same bytes on every machine.
 
     Raises:
         DataError: the path is missing, cannot be read, or holds no text.
@@ -52,6 +53,15 @@ def source_text(path: str | os.PathLike[str] | None = None) -> bytes:
             number="no file or folder is there",
             rule="training text is read from a file, or from all text files of a folder",
             fix="the path of a file or folder that exists, or no path for Python's standard library",
+        )
+    if not root.is_dir() and not root.is_file():
+        fail(
+            DataError,
+            call=call,
+            got=repr(str(root)),
+            number="it is a pipe, socket or device, and no file",
+            rule="text is read more than once, and by each rank, which a pipe gives to one reader alone",
+            fix=f"a file of its own: cat {str(root)!r} > text.txt, then source_text('text.txt')",
         )
     errors: list[OSError] = []
     files = _files(root, errors, _NOT_SOURCE if path is None else frozenset()) if root.is_dir() else [root]
@@ -81,12 +91,21 @@ def source_text(path: str | os.PathLike[str] | None = None) -> bytes:
 
 def _files(root: Path, errors: list[OSError], left_out: frozenset[str]) -> list[Path]:
     """All files below a folder in the order of their paths, without hidden ones, caches, pipes and devices."""
-    found = []
-    for folder, below, names in os.walk(root, onerror=errors.append):
-        below[:] = [d for d in below if not d.startswith(".") and d != "__pycache__" and d not in left_out]
+    found, seen = [], {_identity(root)}
+    for folder, below, names in os.walk(root, onerror=errors.append, followlinks=True):
+        below[:] = sorted(d for d in below if not d.startswith(".") and d != "__pycache__" and d not in left_out)
+        # A link may lead to a folder above, or to one that is read elsewhere.
+        at = {_identity(Path(folder, d)): d for d in reversed(below)}
+        below[:] = sorted(d for known, d in at.items() if known not in seen)
+        seen |= at.keys()
         found += [Path(folder, n) for n in names if not n.startswith(".")]
     # A link that leads nowhere stays: reading it fails with a message, where leaving it out would be silent.
     return sorted((f for f in found if f.is_file() or not f.exists()), key=lambda f: f.relative_to(root).parts)
+
+
+def _identity(folder: Path) -> tuple[int, int]:
+    at = folder.stat()
+    return at.st_dev, at.st_ino
 
 
 def _unreadable(call: str, error: OSError) -> str:

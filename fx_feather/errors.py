@@ -69,7 +69,13 @@ class NonFiniteError(FeatherError):
 
 
 class RankError(FeatherError, RuntimeError):
-    """Another rank died, hung, or runs a different program."""
+    """Another rank died, hung, or runs a different program.
+
+    Attributes:
+        secondary: whether it tells of another rank's failure, which has a traceback of its own.
+    """
+
+    secondary = False
 
 
 def message(*, call: str, got: str, number: str, rule: str, fix: str) -> str:

@@ -86,6 +86,7 @@ class Runtime:
         self._made: dict[int, weakref.ref[torch.Tensor]] = {}
         self._too_many = 1000
         self._settled = False
+        self._process = os.getpid()
 
     def _device_mesh(self) -> DeviceMesh:
         # Made from groups: those that a DeviceMesh makes by itself wait for torch's half hour, not for `timeout`.
@@ -126,7 +127,7 @@ class Runtime:
             return lambda data: [data]
 
         def give(data: bytes) -> list[bytes]:
-            with self._peers(doing):
+            with self._turn(doing), self._peers(doing):
                 return self._everyone(dist.group.WORLD, data)  # type: ignore[arg-type]
 
         return give
@@ -162,8 +163,13 @@ class Runtime:
         Raises:
             RankError: another rank failed, or this one did, in this section or an earlier one.
         """
-        if self.mesh.size == 1:
-            return self._run(section, inputs)
+        with self._turn(f"section {section.name!r}"):
+            return self._run(section, inputs) if self.mesh.size == 1 else self._run_as_one(section, inputs)
+
+    def _turn(self, doing: str) -> contextlib.AbstractContextManager[None]:
+        return world.turn(f"rank {self.rank} of {self.mesh!r}", doing, self._process, self.mesh.size == 1)
+
+    def _run_as_one(self, section: Section, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
         everyone = dist.group.WORLD
         if everyone in _failed:
             fail(
@@ -270,7 +276,7 @@ class Runtime:
         if self.mesh.size == 1:
             return list(parts)
         out = []
-        with self._peers("gathering whole values"):
+        with self._turn("gathering whole values"), self._peers("gathering whole values"):
             for x, t in zip(parts, types, strict=True):
                 everyone = [torch.empty_like(x, memory_format=torch.contiguous_format) for _ in range(self.mesh.size)]
                 dist.all_gather(everyone, x.contiguous())

@@ -4,15 +4,18 @@ import atexit
 import contextlib
 import datetime
 import functools as ft
+import hashlib
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch.distributed as dist
 
-from .errors import MeshError, RankError, fail, message
+from .errors import FeatherError, MeshError, RankError, fail, message
 
 #: Seconds that a rank waits for the others in a collective; the environment variable FX_FEATHER_TIMEOUT sets another.
 TIMEOUT_S = 600.0
@@ -48,7 +51,11 @@ def timeout() -> datetime.timedelta:
 
 def begin(backend: str, forget: Callable[[], None]) -> None:
     """Begins the world of this process, and ends it, after `forget`, when the process ends."""
-    dist.init_process_group(backend, timeout=timeout())
+    store, rank, size = next(dist.rendezvous("env://", timeout=timeout()))
+    # torchrun's store outlives an attempt: who is late must not find what the last one left there.
+    store = dist.PrefixStore(f"fx_feather/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout())
+    sys.excepthook = ft.partial(_say_once, sys.excepthook, store, rank)
 
     def leave() -> None:
         # After an error others may hang, and to wait for them would hide it.
@@ -57,6 +64,65 @@ def begin(backend: str, forget: Callable[[], None]) -> None:
             dist.destroy_process_group()
 
     atexit.register(leave)
+
+
+def _say_once(before: Callable[..., Any], store: Any, rank: int, kind: Any, error: Any, trace: Any) -> None:
+    """Shows what ended this rank: the traceback of an error that ranks have in common is shown by one of them."""
+    text = f"{kind.__name__}: {error}"
+    again = False
+    if issubclass(kind, FeatherError):
+        with contextlib.suppress(Exception):  # the store has gone with the rank that held it
+            again = store.add(f"said/{hashlib.sha256(text.encode()).hexdigest()}", 1) > 1
+    if again:
+        sys.stderr.write(f"rank {rank}: {text.splitlines()[0]} ... as on another rank, which shows it all\n")
+    elif getattr(error, "secondary", False):
+        sys.stderr.write(f"rank {rank}: {text}\n")
+    else:
+        before(kind, error, trace)
+
+
+_busy = threading.RLock()
+
+
+def _free() -> None:
+    global _busy
+    _busy = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_free)
+
+
+@contextlib.contextmanager
+def turn(who: str, doing: str, process: int, alone: bool) -> Iterator[None]:
+    """One thread at a time runs programs: on a rank that is `alone` it waits, on one of several it is an error.
+
+    Raises:
+        RankError: two threads of a rank, or a process that was forked from rank `process`.
+    """
+    if not alone and process != os.getpid():
+        fail(
+            RankError,
+            call=who,
+            got=f"{doing} in process {os.getpid()}",
+            number=f"this process was forked from the rank, which is process {process}",
+            rule="a rank is one process: its connections to the others can't be shared with a child",
+            fix="run steps in the rank itself, and give a child, such as a loader of data, other work only",
+        )
+    busy = _busy
+    if not busy.acquire(blocking=alone):
+        fail(
+            RankError,
+            call=who,
+            got=f"{doing} in thread {threading.current_thread().name!r}",
+            number="another thread of this rank is in a collective or step",
+            rule="all ranks run the same collectives in the same order, which two threads at once don't keep",
+            fix="call steps and evaluations of a rank from one thread, one after the other",
+        )
+    try:
+        yield
+    finally:
+        busy.release()
 
 
 @ft.cache
@@ -89,7 +155,9 @@ def peers(who: str, doing: str) -> Iterator[None]:
             rule="all ranks take part in every collective; one that died or hangs stops the others",
             fix="look at the rank that failed first; FX_FEATHER_TIMEOUT=seconds sets how long to wait",
         )
-        raise RankError(parts) from e
+        error = RankError(parts)
+        error.secondary = True
+        raise error from e
 
 
 _PEER_WORDS = (

@@ -283,3 +283,21 @@ def test_the_baseline_refuses_what_it_cannot_count():
     refused(lambda: ngram_bits(b"", b"x"), "train=0", "train is 0", "split(source_text())")
     refused(lambda: ngram_bits(b"", b"", order=7), "3 problems:", "held_out is 0", "order is 7")
     assert issubclass(DataError, FeatherError)
+
+
+def test_a_pipe_is_refused_at_once(tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    refused(lambda: source_text(tmp_path / "pipe"), "it is a pipe, socket or device", "text.txt")
+
+
+def test_folders_are_read_through_links_and_once(tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "a.txt").write_text("linked")
+    (tmp_path / "text" / "b.txt").write_text("own")
+    (tmp_path / "text" / "link").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "text" / "twice").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "text" / "above").symlink_to(tmp_path)
+    assert source_text(tmp_path / "text") in (b"linked\nown", b"own\nlinked")
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    assert source_text(tmp_path / "link") == b"linked"

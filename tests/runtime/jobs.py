@@ -9,6 +9,7 @@ import json
 import math
 import os
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -344,6 +345,40 @@ def disagreeing(out: Path) -> dict[str, Any]:
     found["skipped"] = [*caught(step, state, step.shard(batch)), str(state.params is not None)]
     found["after"] = caught(step, state, step.shard(batch))
     return found
+
+
+def apart(out: Path) -> dict[str, Any]:
+    """What a forked child and a second thread of each rank are told; then all ranks fail alike, with a traceback."""
+    step = linear_step(ff.Mesh(dp=2), layouts.fsdp("dp"))
+    state, batch = step.init(), step.shard(linear_batch())
+    child = os.fork()
+    if child == 0:
+        told = caught(step, state, batch)
+        (out / f"child{RANK}.json").write_text(json.dumps(told))
+        os._exit(0)
+    os.waitpid(child, 0)
+    told: list[list[str]] = []
+    with step.runtime()._turn("a long step"):
+        thread = threading.Thread(target=lambda: told.append(caught(step, state, batch)))
+        thread.start()
+        thread.join()
+    state, metrics = step(state, batch)
+    found = {"child": json.loads((out / f"child{RANK}.json").read_text()), "thread": told[0], "loss": metrics["loss"]}
+    (out / f"rank{RANK}.json").write_text(json.dumps(found))
+    step(state, {**batch, "x": batch["x"] * float("nan")})
+    return found
+
+
+def restarted(out: Path) -> dict[str, Any]:
+    """Rank 0 fails in the first attempt, and comes late in the second."""
+    attempt = int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+    if attempt == 1 and RANK == 0:
+        time.sleep(3)
+    step = linear_step(ff.Mesh(dp=2), layouts.fsdp("dp"))
+    _, metrics = step(step.init(), step.shard(linear_batch()))
+    if attempt == 0 and RANK == 0:
+        os._exit(7)
+    return {"attempt": attempt, "loss": metrics["loss"]}
 
 
 def killed(out: Path) -> dict[str, Any]:

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import subprocess
+import sys
 import weakref
 from collections import Counter
 from pathlib import Path
@@ -19,7 +21,7 @@ from fx_feather.errors import MeshError
 from fx_feather.spec import assemble
 from tests.runtime.compositions import COMPOSITIONS, STEPS
 from tests.runtime.jobs import compiled_forward, linear_batch, linear_step, whole_values
-from tests.runtime.launch import Ended, launch
+from tests.runtime.launch import ROOT, Ended, launch
 
 PARTS = ("got:", "problem:", "rule:", "fix:")
 
@@ -234,6 +236,38 @@ def test_ranks_that_disagree(tmp_path) -> None:
         assert steps == 2 and there == pytest.approx(here, rel=1e-12)
         assert report["skipped"][2] == "True", "the state is still there"
         assert "an earlier section failed on this rank: RankError" in five_parts(report["after"], "RankError")
+
+
+def test_a_forked_child_a_second_thread_and_one_traceback_for_all(tmp_path) -> None:
+    ended = launch("apart", 2, tmp_path)
+    assert [e.code for e in ended] == [1, 1]
+    for r in range(2):
+        report = json.loads((tmp_path / f"rank{r}.json").read_text())
+        assert "this process was forked from the rank" in five_parts(report["child"], "RankError")
+        assert "another thread of this rank is in a collective or step" in five_parts(report["thread"], "RankError")
+        assert math.isfinite(report["loss"])
+    texts = "".join(e.text for e in ended)
+    assert texts.count("Traceback") == 1 and texts.count("loss nan") == 1, texts
+    assert texts.count("NonFiniteError: step 1") == 2 and "as on another rank, which shows it all" in texts
+
+
+def test_torchrun_starts_again_though_a_rank_is_late(tmp_path) -> None:
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--max-restarts",
+        "1",
+        "--nproc-per-node",
+        "2",
+    ]
+    variables = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "FX_FEATHER_TIMEOUT": "60"}
+    job = [*torchrun, "-m", "tests.runtime.jobs", "restarted", str(tmp_path)]
+    done = subprocess.run(job, cwd=ROOT, env=variables, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads((tmp_path / f"rank{r}.json").read_text()) for r in range(2)]
+    assert [f["attempt"] for f in found] == [1, 1] and found[0]["loss"] == found[1]["loss"]
 
 
 def test_a_killed_rank_ends_the_others(tmp_path) -> None:
