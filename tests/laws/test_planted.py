@@ -9,9 +9,9 @@ import torch
 
 import fx_feather as ff
 import layouts
-from fx_feather import testing
+from fx_feather import identity, testing
 from fx_feather.models import llama
-from fx_feather.passes import cleanup, partition, propagate, reshard, stitch, training
+from fx_feather.passes import cleanup, partition, propagate, reach, reshard, stitch, training
 from fx_feather.passes.plan import OpStep, Plan
 from tests.laws.test_layouts import batch
 
@@ -277,6 +277,82 @@ def test_what_one_program_in_many_meets_is_caught(
     plant(monkeypatch)
     with pytest.raises((AssertionError, RuntimeError), match=r"off by more than rtol|view size is not compatible"):
         testing.assert_equivalent(loss, **settings)
+
+
+def complex_values_stop_cotangents(patch: pytest.MonkeyPatch) -> None:
+    """Only floating-point values carry a cotangent from block to block."""
+    patch.setattr(reach, "takes_gradient", lambda x: x.is_floating_point())
+
+
+def counts_are_constants(patch: pytest.MonkeyPatch) -> None:
+    """A count that depends on parameters is taken for a constant."""
+    patch.setattr(training, "_refuse_count", lambda: None)
+
+
+def objects_are_what_they_were(patch: pytest.MonkeyPatch) -> None:
+    """A block is known by the objects that it reads, and not by what they hold."""
+    patch.setattr(identity, "_may_change", lambda x: False)
+
+
+def complex_between_blocks(p: Any, x: torch.Tensor) -> Any:
+    pair = ff.block(lambda h: torch.complex(h, 2 * h), "pair")
+    square = ff.block(lambda z: torch.view_as_real(z**2), "square")
+    return square(pair(x @ p["w"])).sum(), torch.tensor(x.shape[0])
+
+
+def normalised_by_its_gates(p: Any, x: torch.Tensor) -> Any:
+    gate = torch.sigmoid(x @ p["w"])
+    return (gate * gate).sum(), gate.sum()
+
+
+class Scaled:
+    """A part whose setting changes between calls."""
+
+    def __init__(self) -> None:
+        self.scale = 1.0
+
+    def __call__(self, h: torch.Tensor) -> torch.Tensor:
+        return h.sin() * self.scale
+
+
+def called_twice(p: Any, x: torch.Tensor) -> Any:
+    part = Scaled()
+    block, h = ff.block(part, "part"), x @ p["w"]
+    first, part.scale = block(h), 3.0
+    return (first + block(h)).sum(), torch.tensor(x.shape[0])
+
+
+@pytest.mark.parametrize(
+    ("plant", "loss"),
+    [
+        (complex_values_stop_cotangents, complex_between_blocks),
+        (counts_are_constants, normalised_by_its_gates),
+        (objects_are_what_they_were, called_twice),
+    ],
+    ids=["complex values", "a count with a gradient", "an object that changes"],
+)
+def test_what_a_trace_loses_is_caught(plant: Plant, loss: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    template = {"w": ff.Param("embed mlp", (3, 4), dtype=torch.float64)}
+    params = ff.init(template, seed=0)
+    leaf = params["w"].clone().requires_grad_(True)
+    total, count = loss({"w": leaf}, x)
+    (want,) = torch.autograd.grad(total / count, leaf)
+
+    def off() -> float:
+        f = ff.compile(
+            ff.value_and_grad(loss), template=template, mesh=TP, layout=layouts.tp("tp"), batch=x,
+            batch_dims="batch embed",
+        )  # fmt: skip
+        return float((f.simulate(params, x)[1]["w"] - want).norm() / want.norm())
+
+    if plant is counts_are_constants:
+        with pytest.raises(ff.FeatherError, match="a count that depends on the parameters"):
+            off()
+    else:
+        assert off() < 1e-12
+    plant(monkeypatch)
+    assert off() > 0.1
 
 
 def test_no_mistake_no_complaint() -> None:
