@@ -3,7 +3,9 @@
 import functools as ft
 
 from . import attention as _attention
+from . import batched as _batched
 from . import experts as _experts
+from . import image as _image
 from . import index as _index
 from . import loss as _loss
 from . import matmul as _matmul
@@ -27,7 +29,7 @@ from .solve import Conflict as Conflict
 from .solve import Solution as Solution
 from .solve import solve as solve
 
-FAMILIES = (_attention, _experts, _index, _loss, _matmul, _norm, _random, _reduce, _view, _write)
+FAMILIES = (_attention, _batched, _experts, _image, _index, _loss, _matmul, _norm, _random, _reduce, _view, _write)
 
 
 _pointwise_rule = ft.cache(_pointwise)

@@ -325,7 +325,22 @@ def _var_mean(x: Tensor, dim: Any = None, correction: Any = None, keepdim: bool 
     return var(x, dim, correction, keepdim), x.mean(dims, keepdim)
 
 
-register("var_mean.correction", Rule(_var_shard, _var_mean, text="... !d -> ..., ..."))
+def _std_mean(x: Tensor, dim: Any = None, correction: Any = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    return std(x, dim, correction, keepdim), x.mean(reduced_dims(dim, x.dim()), keepdim)
+
+
+def _both_unbiased(f: Callable[..., Any]) -> Callable[..., Any]:
+    def decompose(x: Tensor, dim: Any = None, unbiased: Any = True, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+        dim, unbiased = (None, dim) if isinstance(dim, bool) else (dim, unbiased)
+        out: tuple[Tensor, Tensor] = f(x, dim, int(unbiased), keepdim)
+        return out
+
+    return decompose
+
+
+for _name, _pair in (("var_mean", _var_mean), ("std_mean", _std_mean)):
+    register(f"{_name}.correction", Rule(_var_shard, _pair, text="... !d -> ..., ..."))
+    register(f"{_name}.default {_name}.dim", Rule(_var_shard, _both_unbiased(_pair), text="... !d -> ..., ..."))
 
 
 def _dims_of(x: Tensor, dim: Any) -> list[int]:
