@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..errors import AmbiguousError, RuleError, ShapeError, SpecError, fail, raise_all
+from ..errors import AmbiguousError, FeatherError, RuleError, ShapeError, SpecError, fail, raise_all
 from ..layout import Layout, undivided
 from ..mesh import Mesh
 from ..random_ops import refuse_kind
@@ -134,6 +134,15 @@ def op_call(n: fx.Node) -> tuple[OpCall, list[fx.Node]]:
     return OpCall(n.target, args, kwargs, tuple(found), results), nodes
 
 
+def _factors(rule: Rule, call: OpCall, n: fx.Node, where: fx.Node | None) -> Sharding:
+    try:
+        return rule.shard(call)
+    except FeatherError as e:
+        # A rule knows the operator that it refuses, not where that was written.
+        first, _, rest = str(e).partition("\n")
+        raise type(e)(f"{first} at {user_line(where or n)}\n{rest}") from None
+
+
 def _operator(plan: Plan, n: fx.Node, env: dict[fx.Node, Any], layout: Layout, where: fx.Node | None) -> Any:
     call, nodes = op_call(n)
     values: list[Value] = [env[a] for a in nodes]
@@ -141,7 +150,7 @@ def _operator(plan: Plan, n: fx.Node, env: dict[fx.Node, Any], layout: Layout, w
     rule = lookup(call)
     if rule is None:
         rule = _unruled(n, call, nodes, types, plan.mesh, where)
-    sharding = rule.shard(call)
+    sharding = _factors(rule, call, n, where)
     try:
         solution = solve(sharding, types, plan.mesh)
     except Conflict as c:

@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from fx_feather.kernels import named
+
 aten = torch.ops.aten
 feather = torch.ops.fx_feather
 
@@ -440,6 +442,10 @@ for _shape in ((5,), (4, 6), ()):
     # An optimizer's step is not differentiated.
     add("fx_feather::adamw.default", c(*_shape), c(*_shape), c(), c(*_shape), c(*_shape), c(), c(), *_adamw)
     add("fx_feather::sum_squares.default", c(*_shape), c())
+
+# What an optimizer looks up, or checks, on the host.
+add("fx_feather::scheduled.default", i(9), named("twice", lambda k: 2.0 * k))
+add("fx_feather::finite.default", c(), "a number")
 
 # Factories: no operand, or one that gives its dtype only.
 add("arange.default", 5)
