@@ -91,23 +91,77 @@ def moe_parts(cfg: mixtral.MixtralConfig, words: tuple[str, dict[str, str]]) -> 
     return around(cfg, [one(f"model.layers.{i}") for i in range(cfg.layers)])
 
 
-def _shared(s: Settings, theta: float, eps: float) -> dict[str, Any]:
+_PLAIN: Json = {
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "hidden_size": 4096,
+    "rms_norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "head_dim": None,
+}
+_ROUTED: Json = {"output_router_logits": False, "router_aux_loss_coef": 0.001}
+
+LLAMA: Json = {**_PLAIN, "vocab_size": 32000, "intermediate_size": 11008}
+QWEN3: Json = {
+    **_PLAIN,
+    "vocab_size": 151936,
+    "intermediate_size": 22016,
+    "num_key_value_heads": 32,
+    "head_dim": 128,
+}
+MIXTRAL: Json = {
+    **_PLAIN,
+    **_ROUTED,
+    "vocab_size": 32000,
+    "intermediate_size": 14336,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+}
+QWEN3_MOE: Json = {
+    **_PLAIN,
+    **_ROUTED,
+    "vocab_size": 151936,
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "num_key_value_heads": 4,
+    "moe_intermediate_size": 768,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": False,
+}
+"""What a missing key means, family by family: the defaults of its own config class."""
+
+
+def kv_heads(s: Settings) -> Any:
+    """As many as there are query heads where the key is null, or missing in a family without a default."""
+    key = "num_key_value_heads"
+    null = key in s.json or key not in s.defaults
+    return s.get("num_attention_heads") if null and s.json.get(key) is None else s.get(key)
+
+
+def _shared(s: Settings, theta: float) -> dict[str, Any]:
     """The fields that all configs of this file have."""
-    s.only("hidden_act", "silu", default="silu")
+    s.only("hidden_act", "silu", "swish", default="silu")
     s.only("attention_bias", False, default=False)
+    layer_types = s.json.get("layer_types") or []
+    if not isinstance(layer_types, list) or any(kind != "full_attention" for kind in layer_types):
+        s.offend("layer_types", "not all are 'full_attention'", "all layers here see all earlier tokens")
     base, scaling = s.rope(theta)
     return {
         "vocab": s.get("vocab_size"),
         "layers": s.get("num_hidden_layers"),
         "embed": s.get("hidden_size"),
         "heads": s.get("num_attention_heads"),
-        "kv_heads": s.get("num_key_value_heads", "num_attention_heads"),
+        "kv_heads": kv_heads(s),
         "rope_theta": base,
         "rope_scaling": scaling,
-        "norm_eps": s.get("rms_norm_eps", default=eps),
-        "tied": s.get("tie_word_embeddings", default=False),
+        "norm_eps": s.get("rms_norm_eps"),
+        "tied": s.flag("tie_word_embeddings"),
         "dtype": s.dtype(),
-        "init_std": s.get("initializer_range", default=0.02),
+        "init_std": s.get("initializer_range"),
     }
 
 
@@ -133,9 +187,9 @@ def _shared_json(cfg: Any, source: Json) -> Json:
 def llama_config(s: Settings) -> llama.LlamaConfig:
     """The config of a Llama."""
     s.only("mlp_bias", False, default=False)
-    fields = _shared(s, 10000.0, 1e-6) | {
+    fields = _shared(s, 10000.0) | {
         "mlp": s.get("intermediate_size"),
-        "head_dim": s.get("head_dim", default=None),
+        "head_dim": s.get("head_dim"),
     }
     s.raise_all()
     return llama.LlamaConfig(**fields)
@@ -149,7 +203,7 @@ def llama_json(cfg: llama.LlamaConfig, source: Json) -> Json:
 def qwen3_config(s: Settings) -> qwen3.Qwen3Config:
     """The config of a dense Qwen3."""
     s.only("use_sliding_window", False, default=False)
-    fields = _shared(s, 10000.0, 1e-6) | {"mlp": s.get("intermediate_size"), "head_dim": s.get("head_dim", default=128)}
+    fields = _shared(s, 10000.0) | {"mlp": s.get("intermediate_size"), "head_dim": s.get("head_dim")}
     s.raise_all()
     return qwen3.Qwen3Config(**fields)
 
@@ -163,11 +217,11 @@ def qwen3_json(cfg: qwen3.Qwen3Config, source: Json) -> Json:
 def mixtral_config(s: Settings) -> mixtral.MixtralConfig:
     """The config of a Mixtral."""
     s.only("sliding_window", None, default=None)
-    fields = _shared(s, 1000000.0, 1e-5) | {
+    fields = _shared(s, 1000000.0) | {
         "expert_mlp": s.get("intermediate_size"),
-        "experts": s.get("num_local_experts", "num_experts", default=8),
-        "top_k": s.get("num_experts_per_tok", default=2),
-        "head_dim": s.get("head_dim", default=None),
+        "experts": s.get("num_local_experts", "num_experts"),
+        "top_k": s.get("num_experts_per_tok"),
+        "head_dim": s.get("head_dim"),
         "penalties": _penalties(s),
     }
     s.raise_all()
@@ -176,8 +230,8 @@ def mixtral_config(s: Settings) -> mixtral.MixtralConfig:
 
 def _penalties(s: Settings) -> Penalties:
     """The load-balancing loss, of all layers' tokens together, where the routers' logits are put out."""
-    wanted = s.get("output_router_logits", default=False)
-    return Penalties(pooled=float(s.get("router_aux_loss_coef", default=0.001))) if wanted else NONE
+    wanted = s.flag("output_router_logits")
+    return Penalties(pooled=s.number("router_aux_loss_coef")) if wanted else NONE
 
 
 def _penalties_json(cfg: mixtral.MixtralConfig) -> Json:
@@ -200,12 +254,12 @@ def qwen3_moe_config(s: Settings) -> qwen3_moe.Qwen3MoEConfig:
     s.only("use_sliding_window", False, default=False)
     s.only("decoder_sparse_step", 1, default=1)
     s.only("mlp_only_layers", [], None, default=None)
-    fields = _shared(s, 10000.0, 1e-6) | {
+    fields = _shared(s, 10000.0) | {
         "expert_mlp": s.get("moe_intermediate_size"),
         "experts": s.get("num_experts", "num_local_experts"),
-        "top_k": s.get("num_experts_per_tok", default=8),
-        "head_dim": s.get("head_dim", default=None),
-        "normalize": s.get("norm_topk_prob", default=False),
+        "top_k": s.get("num_experts_per_tok"),
+        "head_dim": s.get("head_dim"),
+        "normalize": s.flag("norm_topk_prob"),
         "penalties": _penalties(s),
     }
     s.raise_all()

@@ -54,8 +54,48 @@ def parts(cfg: DeepSeekConfig) -> dict[str, Any]:
     return around(cfg, [one(i) for i in range(cfg.layers)])
 
 
+V2: Json = {
+    "vocab_size": 102400,
+    "hidden_size": 4096,
+    "intermediate_size": 11008,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "initializer_range": 0.02,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+    "first_k_dense_replace": 0,
+    "kv_lora_rank": 512,
+    "q_lora_rank": 1536,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "routed_scaling_factor": 1.0,
+    "v_head_dim": 128,
+    "moe_intermediate_size": 1407,
+}
+V3: Json = {
+    **V2,
+    "vocab_size": 129280,
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "num_hidden_layers": 61,
+    "num_attention_heads": 128,
+    "first_k_dense_replace": 3,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "routed_scaling_factor": 2.5,
+    "moe_intermediate_size": 2048,
+    "n_group": 8,
+    "topk_group": 4,
+    "num_experts_per_tok": 8,
+    "norm_topk_prob": True,
+}
+"""What a missing key means: the defaults of a family's own config class."""
+
+
 def _fields(s: Settings) -> dict[str, Any]:
-    s.only("hidden_act", "silu", default="silu")
+    s.only("hidden_act", "silu", "swish", default="silu")
     s.only("attention_bias", False, default=False)
     s.only("mlp_bias", False, default=False)
     s.only("moe_layer_freq", 1, default=1)
@@ -63,10 +103,10 @@ def _fields(s: Settings) -> dict[str, Any]:
     return {
         "vocab": s.get("vocab_size"),
         "layers": s.get("num_hidden_layers"),
-        "dense_layers": s.get("first_k_dense_replace", default=0),
+        "dense_layers": s.get("first_k_dense_replace"),
         "embed": s.get("hidden_size"),
         "heads": s.get("num_attention_heads"),
-        "q_rank": s.get("q_lora_rank", default=None),
+        "q_rank": None if s.json.get("q_lora_rank", ...) is None else s.get("q_lora_rank"),
         "kv_rank": s.get("kv_lora_rank"),
         "plain_dim": s.get("qk_nope_head_dim"),
         "rope_dim": s.get("qk_rope_head_dim"),
@@ -76,13 +116,13 @@ def _fields(s: Settings) -> dict[str, Any]:
         "experts": s.get("n_routed_experts", "num_experts", "num_local_experts"),
         "shared_experts": s.get("n_shared_experts"),
         "top_k": s.get("num_experts_per_tok"),
-        "scale": s.get("routed_scaling_factor", default=1.0),
+        "scale": s.get("routed_scaling_factor"),
         "rope_theta": theta,
         "rope_scaling": scaling,
-        "norm_eps": s.get("rms_norm_eps", default=1e-6),
-        "tied": s.get("tie_word_embeddings", default=False),
+        "norm_eps": s.get("rms_norm_eps"),
+        "tied": s.flag("tie_word_embeddings"),
         "dtype": s.dtype(),
-        "init_std": s.get("initializer_range", default=0.02),
+        "init_std": s.get("initializer_range"),
     }
 
 
@@ -144,9 +184,9 @@ def v3_config(s: Settings) -> DeepSeekV3Config:
     s.only("topk_method", "noaux_tc", default="noaux_tc")
     s.only("rope_interleave", True, default=True)
     fields = _fields(s) | {
-        "groups": s.get("n_group", default=1),
-        "top_groups": s.get("topk_group", default=1),
-        "normalize": s.get("norm_topk_prob", default=True),
+        "groups": s.get("n_group"),
+        "top_groups": s.get("topk_group"),
+        "normalize": s.flag("norm_topk_prob"),
     }
     s.raise_all()
     return DeepSeekV3Config(**fields)

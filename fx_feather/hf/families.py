@@ -23,6 +23,7 @@ class Family:
         config: reads a config.
         json: writes the settings of a config; it is given those that the model was loaded with.
         parts: where each parameter lies, a pytree like the template.
+        defaults: what keys mean that a config lacks.
         prefix: of most tensor names, which the files of a model without its head lack.
         ignored: patterns of tensors that hold nothing to learn.
     """
@@ -33,6 +34,7 @@ class Family:
     config: Callable[[Settings], Any]
     json: Callable[[Any, Json], Json]
     parts: Callable[[Any], Any]
+    defaults: Json
     prefix: str = "model."
     ignored: tuple[str, ...] = (r"rotary_emb\.inv_freq$",)
 
@@ -53,6 +55,7 @@ FAMILIES: dict[str, Family] = {
         decoders.llama_config,
         decoders.llama_json,
         decoders.dense_parts,
+        decoders.LLAMA,
     ),
     "qwen3": Family(
         "Qwen3ForCausalLM",
@@ -61,6 +64,7 @@ FAMILIES: dict[str, Family] = {
         decoders.qwen3_config,
         decoders.qwen3_json,
         decoders.dense_parts,
+        decoders.QWEN3,
     ),
     "gpt2": Family(
         "GPT2LMHeadModel",
@@ -69,6 +73,7 @@ FAMILIES: dict[str, Family] = {
         gpt2_names.config,
         gpt2_names.json,
         gpt2_names.parts,
+        gpt2_names.DEFAULTS,
         prefix="transformer.",
         ignored=(r"\.attn\.bias$", r"\.attn\.masked_bias$"),
     ),
@@ -79,6 +84,7 @@ FAMILIES: dict[str, Family] = {
         decoders.mixtral_config,
         decoders.mixtral_json,
         _mixtral_parts,
+        decoders.MIXTRAL,
     ),
     "qwen3_moe": Family(
         "Qwen3MoeForCausalLM",
@@ -87,6 +93,7 @@ FAMILIES: dict[str, Family] = {
         decoders.qwen3_moe_config,
         decoders.qwen3_moe_json,
         _qwen3_moe_parts,
+        decoders.QWEN3_MOE,
     ),
     "deepseek_v2": Family(
         "DeepseekV2ForCausalLM",
@@ -95,6 +102,7 @@ FAMILIES: dict[str, Family] = {
         deepseek.v2_config,
         deepseek.v2_json,
         deepseek.parts,
+        deepseek.V2,
     ),
     "deepseek_v3": Family(
         "DeepseekV3ForCausalLM",
@@ -103,6 +111,7 @@ FAMILIES: dict[str, Family] = {
         deepseek.v3_config,
         deepseek.v3_json,
         deepseek.parts,
+        deepseek.V3,
     ),
 }
 
@@ -114,7 +123,7 @@ def of_json(json: Mapping[str, Any], where: str) -> Family:
         ShapeError: an architecture that is not here.
     """
     kind = json.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         fail(
             ShapeError,
             call=where,
@@ -123,7 +132,7 @@ def of_json(json: Mapping[str, Any], where: str) -> Family:
             rule="a checkpoint is loaded into a model that is written here",
             fix=f"one of {', '.join(FAMILIES)}",
         )
-    return FAMILIES[str(kind)]
+    return FAMILIES[kind]
 
 
 def of_config(cfg: Any) -> tuple[str, Family]:

@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +15,27 @@ from ..errors import LayoutError, ShapeError, fail, message, raise_all
 from ..layout import Layout
 from ..mesh import Mesh
 from ..spec import Type, assemble, slices
-from .commit import Files, replace
-from .contents import INDEX, SINGLE, check_sizes, checked_folder, matched, read_json, sensible, tensors_of, untied
+from . import contents, place
 from .families import of_json
-from .file import write
-from .model import Model
-from .settings import Settings, dtype_json
+from .file import changed, odd, stamp, write
+from .model import Model, dtype_of
+from .settings import DTYPES, Settings
+from .swap import CONFIG, INDEX, SINGLE, locate, put, replacing
+
+KEPT = (
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+)
+"""Files beside the weights that are saved again as they are."""
 
 
 def load(
@@ -40,10 +55,12 @@ def load(
         folder: with `config.json` and safetensors.
         mesh, layout: for local parts; without them parameters are whole.
         rank: whose parts, by default this process's, as torchrun numbers it.
-        dtype: of all parameters; by default each keeps the one that its file has.
+        dtype: of all parameters, and of the config; by default each keeps the one that its file has, and the config
+            has the one in which none of them is rounded.
 
     Returns:
-        The model, and a pytree like its template.
+        The model, and a pytree like its template. The model keeps the tokenizer's files and the settings of generation
+        too, and `save` writes them again.
 
     Raises:
         ShapeError: an architecture or settings that are not here, files that are missing or damaged, and tensors that
@@ -60,7 +77,7 @@ def load(
     >>> again.config == model.config, torch.equal(loaded["embed"], params["embed"])
     (True, True)
     """
-    folder = Path(folder)
+    folder = place.with_model(folder, "ff.hf.load")
     if (mesh is None) != (layout is None):
         fail(
             LayoutError,
@@ -70,21 +87,28 @@ def load(
             rule="local parts follow from a mesh and a layout",
             fix="both, or neither for whole parameters",
         )
-    files = Files(checked_folder(folder))
-    source = read_json(files, "config.json")
-    where = str(folder / "config.json")
+    if dtype is not None and dtype not in DTYPES.values():
+        fail(
+            ShapeError,
+            call="ff.hf.load(folder, dtype=...)",
+            got=f"dtype={dtype!r}",
+            number=f"{dtype!r} is no dtype of parameters",
+            rule=f"parameters are one of {', '.join(map(str, DTYPES.values()))}",
+            fix="dtype=torch.float32",
+        )
+    at_config = locate(folder, CONFIG)
+    before = stamp(at_config)
+    source = place.read_json(at_config, "ff.hf.load")
+    where = str(folder / CONFIG)
     family = of_json(source, where)
-    config = sensible(where, lambda: family.config(Settings(source, where)))
-    found = tensors_of(files)
-    check_sizes(where, config, found)
-    config = untied(family, config, found)
-    parts, treedef = tree.flatten(sensible(where, lambda: family.parts(config)))
-    at = matched(folder, family, config, parts, found)
+    config = contents.sensible(where, lambda: family.config(Settings(source, where, family.defaults)))
+    found = contents.files(folder, family, config)
+    config, parts, treedef, at = contents.match(folder, family, config, found)
     dtypes = [dtype or at[p.names[0]].dtype for p in parts]
-    # The word is that of the bits: a cache, and what is saved later, have the dtype that the parameters have.
-    if len(set(dtypes)) == 1:
-        config = dataclasses.replace(config, dtype=dtypes[0])
-    model = Model(config, source, dtypes)
+    config = dataclasses.replace(config, dtype=dtype_of([p.names[0] for p in parts], dtypes))
+    kept = {name: locate(folder, name) for name in KEPT}
+    beside = {name: path.read_bytes() for name, path in kept.items() if odd(path) is None}
+    model = Model(config, source, dtypes, beside)
     template = tree.leaves(model.template)
     bounds: list[Sequence[slice] | None] = [None] * len(parts)
     shapes = [p.shape for p in parts]
@@ -106,6 +130,8 @@ def load(
         if value.shape != leaf.shape:
             leaf.zero_()
         leaf[tuple(slice(0, n) for n in value.shape)] = value.to(leaf.dtype)
+    if stamp(locate(folder, CONFIG)) != before:
+        changed(folder / CONFIG, "another model was saved here meanwhile")
     return model, tree.unflatten(treedef, leaves)
 
 
@@ -124,6 +150,10 @@ def save(
 ) -> None:
     """Writes a model and its parameters as `transformers` loads them.
 
+    A model that is there is replaced at one moment: whatever ends the process, and whenever, `load` finds the old model
+    or the new one. Weights of the old one are removed; files that are no part of a model stay. The config names the
+    dtype that the parameters have now. One process writes: whole parameters are the same on every rank.
+
     Args:
         folder: where to; it is made if there is none.
         model: which names the parameters have.
@@ -132,13 +162,11 @@ def save(
         mesh, layout: what the parts follow from.
         shard_bytes: size of a file at most, unless one tensor is larger.
 
-    What was in the folder stays as it is until all is written; then the new files take its place at once, and older
-    weights that they don't name are removed. A save that is killed leaves the old model or the new one.
-
     Raises:
-        ShapeError: parameters unlike the template, all of them at once; another process that writes into the folder.
+        ShapeError: parameters unlike the template, all of them at once; a folder that another process writes to, or
+            that holds an adapter.
     """
-    folder = Path(folder)
+    folder = place.for_model(folder, "ff.hf.save")
     template, treedef = tree.flatten(model.template)
     paths = tree.paths_of(treedef)
     ranks = [params] if mesh is None or layout is None else list(params)
@@ -176,20 +204,19 @@ def save(
                 parts[i].write(last[i].detach().cpu(), name, out)
             yield out
 
-    def weights(names: Sequence[str]) -> Callable[[Path], None]:
-        return lambda path: write(path, {n: shapes[n] for n in names}, tensors(names))
-
-    def text(value: Any) -> Callable[[Path], Any]:
-        return lambda path: path.write_text(json.dumps(value, indent=2) + "\n")
-
-    made = {file: weights(names) for file, names in files.items()}
+    total = sum(_bytes(*shapes[name]) for name in shapes)
+    weight_map = {name: file for file, names in files.items() for name in names}
+    dtype = dtype_of(list(shapes), [d for d, _ in shapes.values()])
+    texts = {CONFIG: model.json(dtype)}
     if len(files) > 1:
-        total = sum(_bytes(*shapes[name]) for name in shapes)
-        weight_map = {name: file for file, names in files.items() for name in names}
-        made[INDEX] = text({"metadata": {"total_size": total}, "weight_map": weight_map})
-    kinds = {dtype for dtype, _ in shapes.values()}
-    config = model.json() | (dtype_json(kinds.pop()) if len(kinds) == 1 else {})
-    replace(folder, {**made, "config.json": text(config)})
+        texts[INDEX] = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    with replacing(folder) as new:
+        for file, names in files.items():
+            write(new / file, {n: shapes[n] for n in names}, tensors(names))
+        for name, data in model.files.items():
+            put(new / name, data)
+        for name, value_ in texts.items():
+            put(new / name, (json.dumps(value_, indent=2) + "\n").encode())
 
 
 def _check_shapes(

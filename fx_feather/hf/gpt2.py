@@ -42,6 +42,19 @@ def parts(cfg: GPT2Config) -> dict[str, Any]:
     }
 
 
+DEFAULTS: Json = {
+    "vocab_size": 50257,
+    "n_positions": 1024,
+    "n_embd": 768,
+    "n_layer": 12,
+    "n_head": 12,
+    "n_inner": None,
+    "layer_norm_epsilon": 1e-5,
+    "initializer_range": 0.02,
+}
+"""What a missing key means: the defaults of the family's own config class."""
+
+
 def config(s: Settings) -> GPT2Config:
     """The config of a GPT-2."""
     s.only("activation_function", "gelu_new", "gelu_pytorch_tanh", default="gelu_new")
@@ -50,14 +63,14 @@ def config(s: Settings) -> GPT2Config:
     s.only("tie_word_embeddings", True, default=True)
     fields = {
         "vocab": s.get("vocab_size"),
-        "context": s.get("n_positions"),
-        "layers": s.get("n_layer"),
-        "embed": s.get("n_embd"),
-        "heads": s.get("n_head"),
-        "mlp": s.get("n_inner", default=None),
-        "norm_eps": s.get("layer_norm_epsilon", default=1e-5),
+        "context": s.get("n_positions", "max_position_embeddings"),
+        "layers": s.get("n_layer", "num_hidden_layers"),
+        "embed": s.get("n_embd", "hidden_size"),
+        "heads": s.get("n_head", "num_attention_heads"),
+        "mlp": s.get("n_inner"),
+        "norm_eps": s.get("layer_norm_epsilon"),
         "dtype": s.dtype(),
-        "init_std": s.get("initializer_range", default=0.02),
+        "init_std": s.get("initializer_range"),
     }
     s.raise_all()
     return GPT2Config(**fields)

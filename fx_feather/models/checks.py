@@ -90,7 +90,8 @@ class Problems:
             return
         n, k = getattr(self.cfg, whole), getattr(self.cfg, part)
         if n % k:
-            near = max(i for i in range(1, k) if n % i == 0)
+            # A size from a damaged file may be so large that its divisors can't be tried one by one.
+            near = max(i for i in range(1, k) if n % i == 0) if k < 1 << 16 else math.gcd(n, k)
             fix = f"{part}={near}, or {whole}={math.ceil(n / k) * k}"
             self.offend(f"{whole} {part}", f"{n} % {k} = {n % k}", rule, fix)
 

@@ -205,7 +205,7 @@ def test_damaged_files_are_listed_at_once(tmp_path):
         ({"rope_scaling": {"type": "linear"}}, ["'factor' is missing"]),
         (
             {"hidden_size": None, "vocab_size": None},
-            ["2 problems:", "'hidden_size' is missing", "'vocab_size' is missing"],
+            ["2 problems:", "'hidden_size' is null", "'vocab_size' is null"],
         ),
         ({"dtype": "int4"}, ["'int4' is no dtype"]),
     ],
