@@ -10,7 +10,8 @@ from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .draws import Drawing, Site
-from .source import stack_of_user
+from .errors import FeatherError, fail
+from .source import stack_of_user, this_line
 from .unit import Call, GlobalProgram, Unit
 
 
@@ -205,7 +206,19 @@ class CallRecorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        out = func(*args, **kwargs)
+        try:
+            out = func(*args, **kwargs)
+        except RuntimeError as e:
+            if "expected device meta" not in str(e):
+                raise
+            fail(
+                FeatherError,
+                call=f"{func} at {this_line()}",
+                got="a tensor from outside in a function of many leaves, such as an update",
+                number="1 tensor is closed over",
+                rule="an update is traced without values: what it reads is a number, its state or an argument",
+                fix="keep the tensor in the optimizer's state, as init(params) gives it, or make it inside",
+            )
         if func.namespace == "prim":
             return out
         segment = self._segment()

@@ -118,3 +118,13 @@ def test_a_constant_that_can_be_none_is_refused(monkeypatch: pytest.MonkeyPatch)
     text = refused(lambda h: h * TABLE + SLOPES)
     assert "128 bytes are more than 100" in text and "pass it in the parameters or the batch" in text
     compiled(lambda h: h * SLOPES)
+
+
+def test_a_tensor_from_outside_in_an_update_is_refused() -> None:
+    scaled = ff.Transform(lambda p: {}, lambda g, s, p: ({"w": g["w"] * TABLE[:3]}, s))
+    with pytest.raises(ff.FeatherError, match="1 tensor is closed over") as caught:
+        ff.compile_step(
+            loss_of(torch.sin), scaled, template=TEMPLATE, mesh=ff.Mesh(dp=2), layout=layouts.ddp("dp"), batch=X,
+            batch_dims="batch embed",
+        )  # fmt: skip
+    assert "test_constants.py" in str(caught.value) and "keep the tensor in the optimizer's state" in str(caught.value)
