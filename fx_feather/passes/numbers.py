@@ -9,7 +9,8 @@ from .. import kernels as kernels  # defines operators that are used below
 from ..source import label
 from ..spec import Type
 from ..unit import Call, GlobalProgram
-from .stitch import Forward, Stitcher
+from .forward import Forward
+from .stitch import Stitcher
 
 _CHECKED = (torch.ops.fx_feather.scheduled.default, torch.ops.fx_feather.finite.default)
 

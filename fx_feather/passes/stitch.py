@@ -3,9 +3,8 @@
 import dataclasses
 import itertools
 import math
-from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -16,6 +15,7 @@ from ..spec import Type
 from ..unit import Call, GlobalProgram
 from .differentiate import REMAT, Joint, LocalUnit, Place, linearize, trace_local
 from .draws import split_draws
+from .forward import Forward, PlannedCall, Record
 from .partition import partition
 from .propagate import Plan, propagate
 from .reshard import convert_all, steps
@@ -223,7 +223,7 @@ class Stitcher:
         place = self.places[v]
         return math.prod(place.shape) * place.dtype.itemsize
 
-    def forward(self, program: GlobalProgram, inputs: Sequence[int], params: dict[int, Type]) -> "Forward":
+    def forward(self, program: GlobalProgram, inputs: Sequence[int], params: dict[int, Type]) -> Forward:
         """Emits nothing yet: plans every call of a global program.
 
         Args:
@@ -254,7 +254,7 @@ class Stitcher:
         return Forward(program, calls, dict(zip(program.inputs, inputs, strict=True)), in_use, types)
 
     def run_forward(
-        self, f: "Forward", needs: dict[int, bool], cts: set[int], which: Sequence[int] | None = None
+        self, f: Forward, needs: dict[int, bool], cts: set[int], which: Sequence[int] | None = None
     ) -> None:
         """Emits the calls of the forward, each after the conversion of its parameters.
 
@@ -265,6 +265,7 @@ class Stitcher:
             which: numbers of the calls to emit, in order; all by default.
         """
         budget, left = (self.funcs.remat, len(f.calls)) if isinstance(self.funcs.remat, int) else (0, 1)
+        shared = f.shared(self.mesh)
         for k in range(len(f.calls)) if which is None else which:
             plan = f.calls[k].plan
             alike: dict[Any, list[Call]] = {}
@@ -275,7 +276,7 @@ class Stitcher:
                 places = tuple([id(self.places[f.values[a]]) for a in call.args])
                 alike.setdefault((places, want_in, want_out), []).append(call)
             for (_, want_in, want_out), calls in alike.items():
-                args = self._arguments(f, calls, plan, range(len(calls[0].args)))
+                args = self._arguments(f, calls, plan, range(len(calls[0].args)), shared)
                 share = budget // (max(left, 1) * len(calls))
                 unit = self.funcs.unit(plan, [self.places[v] for v in args[0]], want_in, want_out, share)
                 budget, left = budget - unit.saved_bytes * len(calls), left - 1
@@ -286,21 +287,43 @@ class Stitcher:
                     if needs:
                         f.records.append(Record(call, plan, unit, given, outs[unit.outputs :]))
 
-    def _arguments(self, f: "Forward", calls: Sequence[Call], plan: Plan, which: Sequence[int]) -> list[list[int]]:
-        """The arguments at some positions of calls that are alike; all parameters of a call are gathered together."""
+    def _arguments(
+        self,
+        f: Forward,
+        calls: Sequence[Call],
+        plan: Plan,
+        which: Sequence[int],
+        shared: frozenset[int] = frozenset(),
+    ) -> list[list[int]]:
+        """The arguments at some positions of calls that are alike; all parameters of a call are gathered together.
+
+        Those of `shared` stay gathered for the calls that follow.
+        """
         rows = [[f.values[call.args[i]] for i in which] for call in calls]
-        at = [k for k, i in enumerate(which) if calls[0].args[i] in f.in_use]
+        at = []
+        for k, i in enumerate(which):
+            there = [f.gathered.get((call.args[i], plan.in_types[i])) for call in calls]
+            if calls[0].args[i] not in f.in_use:
+                continue
+            if shared and None not in there:
+                for row, v in zip(rows, there, strict=True):
+                    row[k] = v  # type: ignore[assignment]
+            else:
+                at.append(k)
         if at:
             wanted = [plan.in_types[which[k]] for k in at]
             gathered = self.convert_rows([[row[k] for k in at] for row in rows], wanted, f"{plan.unit.name}.gather")
-            for row, values in zip(rows, gathered, strict=True):
-                for k, v in zip(at, values, strict=True):
+            for call, row, values in zip(calls, rows, gathered, strict=True):
+                for k, v, t in zip(at, values, wanted, strict=True):
+                    g = call.args[which[k]]
+                    if g in shared and not self.funcs.is_free(self.types[row[k]], t):
+                        f.gathered[g, t] = v
                     row[k] = v
         return rows
 
     def run_backward(
         self,
-        f: "Forward",
+        f: Forward,
         seeds: dict[int, int],
         on_params: Callable[[str, list[tuple[int, int]]], None],
         reshard: bool,
@@ -336,45 +359,6 @@ class Stitcher:
     def add(self, a: int, b: int) -> int:
         """The sum of two values of one type."""
         return self.small(lambda x, y: [x + y], [a, b], self.types[a], "add")
-
-
-class Record(NamedTuple):
-    """A forward call that was emitted: its converted arguments, and the values its backward needs."""
-
-    call: Call
-    plan: Plan
-    unit: LocalUnit
-    args: list[int]
-    saved: list[int]
-
-
-@dataclasses.dataclass(frozen=True)
-class PlannedCall:
-    """A call with its plan, one for all of its rows."""
-
-    rows: list[Call]
-    plan: Plan
-
-
-@dataclasses.dataclass
-class Forward:
-    """A planned forward: its calls, the values so far, and what the backward needs."""
-
-    program: GlobalProgram
-    calls: list[PlannedCall]
-    values: dict[int, int]
-    in_use: dict[int, Type]
-    types: dict[int, Type]
-    records: list[Record] = dataclasses.field(default_factory=list)
-
-    def uses(self) -> Counter[int]:
-        """For each parameter how many calls of the backward give a cotangent of it."""
-        backward = [r for r in self.records if r.unit.backward is not None]
-        return Counter(r.call.args[i] for r in backward for i in r.unit.grads)
-
-    def out_types(self) -> list[Type]:
-        """Types of the program's outputs."""
-        return [self.types[o] for o in self.program.outputs]
 
 
 def _buckets(items: list[int], sizes: list[int], limit: int | None) -> list[list[int]]:

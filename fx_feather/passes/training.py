@@ -148,16 +148,32 @@ def gradient_sections(
 
         missing = f.uses()
         complete: list[int] = []
+        #: Sums over the uses so far of what has more uses: what communicates is sent once.
+        held: dict[int, int] = {}
         waiting = 0
 
         def collect(unit: str, cotangents: list[tuple[int, int]]) -> None:
             nonlocal waiting
-            targets = [wanted[position[g]] for g, _ in cotangents]
-            for (g, _), v in zip(
-                cotangents, s.convert([v for _, v in cotangents], targets, f"{unit}.reduce"), strict=True
-            ):
-                sums[g] = s.add(sums[g], v) if g in sums else v
+            ready: list[tuple[int, int]] = []
+            for g, ct in cotangents:
                 missing[g] -= 1
+                v, target = ct, wanted[position[g]]
+                if missing[g] or g in held:
+                    # In the dtype of the reduction, whose precision the sum of the uses deserves too.
+                    v = s.convert([v], [s.types[v].with_(dtype=target.dtype)], f"{unit}.reduce")[0]
+                if g in held and s.types[held[g]] == s.types[v]:
+                    v = s.add(held.pop(g), v)
+                elif g in held:
+                    ready.append((g, held.pop(g)))
+                if missing[g] and not s.funcs.is_free(s.types[v], target):
+                    held[g] = v
+                else:
+                    ready.append((g, v))
+            targets = [wanted[position[g]] for g, _ in ready]
+            converted = s.convert([v for _, v in ready], targets, f"{unit}.reduce")
+            for (g, _), v in zip(ready, converted, strict=True):
+                sums[g] = s.add(sums[g], v) if g in sums else v
+            for g in dict.fromkeys(g for g, _ in ready):
                 if not missing[g] and accumulate == 1 and not s.funcs.is_free(wanted[position[g]], final[position[g]]):
                     complete.append(g)
                     waiting += s.bytes(sums[g])

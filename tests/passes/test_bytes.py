@@ -6,6 +6,7 @@ to move follows from where values are needed: gradients on all ranks that hold a
 wherever they are used, activations where the next matmul reads them.
 """
 
+import dataclasses
 from collections.abc import Callable
 
 import pytest
@@ -108,3 +109,34 @@ def test_microbatches_send_gradients_once_unless_they_are_stored_in_parts(accumu
         )
         sent[name] = sum(c.sent_bytes for c in step.collectives() if c.operand_bytes > 32)
     assert sent == {"ddp": ALL, "zero1": ALL, "fsdp": accumulate * sharded(2)}
+
+
+TIED = dataclasses.replace(CFG, tied=True)
+TIED_ALL = size(llama.template(TIED))
+
+
+def tied(n: int) -> float:
+    """The table is gathered once, for the embedding, and is still there for the head and its backward."""
+    last = size([llama.template(TIED)["embed"], llama.template(TIED)["norm"]])
+    return moved(n) * (TIED_ALL + (TIED_ALL - last) + TIED_ALL)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "layout", "bound"),
+    [
+        (ff.Mesh(dp=4), layouts.ddp("dp"), 2 * moved(4) * TIED_ALL),
+        (ff.Mesh(dp=4), layouts.zero1("dp"), 2 * moved(4) * TIED_ALL),
+        (ff.Mesh(dp=4), layouts.zero2("dp"), 2 * moved(4) * TIED_ALL),
+        (ff.Mesh(dp=2), layouts.fsdp("dp"), tied(2)),
+        (ff.Mesh(dp=8), layouts.fsdp("dp"), tied(8)),
+        (ff.Mesh(r=2, s=4), layouts.hsdp("r", "s"), tied(4) + 2 * moved(2) * TIED_ALL / 4),
+    ],
+    ids=["ddp", "zero1", "zero2", "fsdp 2", "fsdp 8", "hsdp"],
+)
+def test_a_table_of_two_uses_is_gathered_and_reduced_once(mesh: ff.Mesh, layout: ff.Layout, bound: float) -> None:
+    tokens = torch.zeros(BATCH, SEQ, dtype=torch.int64)
+    batch = {"tokens": tokens, "targets": tokens, "positions": tokens}
+    optimizer, template = ff.adamw(1e-3), llama.template(TIED)
+    step = ff.compile_step(llama.loss(TIED), optimizer, template=template, mesh=mesh, layout=layout, batch=batch)
+    # Sum, count and norm travel in float64.
+    assert sum(c.sent_bytes for c in step.collectives() if c.dtype != torch.float64) == bound
