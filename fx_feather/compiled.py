@@ -9,6 +9,7 @@ from . import param, tree
 from .agreement import Leaf, check_leaves, check_numbers
 from .backend import BACKENDS
 from .draws import LOSS, run_keys
+from .effect import check_used
 from .errors import BackendError, LayoutError, MeshError, ShapeError, fail
 from .explain import explain
 from .inputs import batch_leaves, parameters
@@ -114,6 +115,9 @@ class Common:
         named = {n for p in tree.leaves(self.template) for n in p.dim_names}
         named |= {n for t in self.batch.types for n in t.names or ()} | program.dim_names()
         self.layout.check_dims(named)
+        own = zip(self.params.paths, tree.leaves(self.template), strict=True)
+        values = {n for t in self.batch.types for n in t.names or ()} | program.dim_names()
+        check_used(self.layout, self.mesh, {path: p.dim_names for path, p in own}, values, program.manual_axes())
         return program
 
     def __repr__(self) -> str:

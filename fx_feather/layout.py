@@ -141,6 +141,8 @@ class Layout:
         overrides: for parameters whose path matches the pattern (fnmatch, such as `*['router']*`), the layout that
             holds instead of this one. Composed by `|`, the other side's rows are joined to it.
         precision: dtypes of compute and of gradient reduction.
+        unused_ok: names of axes, dims and patterns that may act on nothing; True for all. Otherwise that is an error
+            when something is compiled, since a layout that does nothing looks like one that works.
 
     Raises:
         LayoutError: an axis used twice for one dim.
@@ -153,6 +155,7 @@ class Layout:
     store: Store = dataclasses.field(default_factory=Store)
     overrides: Mapping[str, "Layout"] = dataclasses.field(default_factory=dict)
     precision: Precision = dataclasses.field(default_factory=Precision)
+    unused_ok: bool | tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         _kind("store", self.store, Store, 'store=ff.Store(params={"embed": "dp"})')
@@ -188,6 +191,7 @@ class Layout:
             store=self.store | other.store,
             overrides=overrides,
             precision=Precision(theirs.compute or mine.compute, theirs.reduce or mine.reduce),
+            unused_ok=_either(self.unused_ok, other.unused_ok),
         )
 
     def _without_overrides(self) -> "Layout":
@@ -199,6 +203,8 @@ class Layout:
             parts.append(f"overrides={dict(self.overrides)}")
         if self.precision != Precision():
             parts.append(f"precision={self.precision}")
+        if self.unused_ok:
+            parts.append(f"unused_ok={self.unused_ok}")
         return f"Layout({', '.join(parts)})"
 
     def tables(self) -> list[Table]:
@@ -295,6 +301,12 @@ class Layout:
         grads = _nested(_assign(compute, dims, self.store.grads), store)
         opt = _nested(_assign(compute, dims, self.store.opt), _nested(grads, store))
         return ParamTypes(*(typed(d) for d in (compute, store, grads, opt)))
+
+
+def _either(a: bool | tuple[str, ...], b: bool | tuple[str, ...]) -> bool | tuple[str, ...]:
+    if a is True or b is True:
+        return True
+    return tuple(dict.fromkeys([*(a or ()), *(b or ())]))
 
 
 def _assign(start: Dims, names: tuple[str, ...], table: Table) -> Dims:

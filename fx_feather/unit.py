@@ -91,6 +91,11 @@ class GlobalProgram:
     out_tree: Any
     drawn: tuple[int, ...] = ()
 
+    def manual_axes(self) -> set[str]:
+        """The axes that per-rank code of the model splits values over."""
+        regions = {id(r): r for unit in self.units for r in unit.regions}.values()
+        return {a for r in regions for t in (*r.in_types, *r.out_types) for a in t.axes}
+
     def dim_names(self) -> set[str]:
         """All dim names that some `constrain` uses."""
         return {

@@ -39,6 +39,7 @@ FLOORS = (
     {"state", "deferred", "spec", "channel", "world"},
     {"initializers", "param", "shared", "agreement"},
     {"layout"},
+    {"effect"},
     {"collectives", "kernels"},
     {"rules"},
     {"unit", "source", "pure", "memory", "constants", "random_ops", "draws", "random"},
