@@ -70,8 +70,8 @@ def _unused(axis: str, mesh: Mesh, where: str, dims: Sequence[str], there: Seque
         number=f"none of these dims is there; the dims are {', '.join(there) or 'none'}"
         if dims
         else f"its {mesh[axis]} ranks would all compute the same",
-        rule="each axis splits something in each table that names it, or its ranks do each other's work; the layouts of "
-        f"this package act on the dims {', '.join(DIM_NAMES)}",
+        rule="each axis splits something in each table that names it, or its ranks do each other's work; the "
+        f"layouts of this package act on the dims {', '.join(DIM_NAMES)}",
         fix=f"ff.Param({' '.join(there)!r} ...) with {dims[0]!r} in the place of {(close or there)[0]!r}"
         if dims and there
         else f"Layout(..., unused_ok=({axis!r},)) if that is meant, or a mesh without {axis!r}",
