@@ -92,10 +92,12 @@ def adamw(
         beside, treedef = rows("adamw.step", params, grads=grads, mu=state["mu"], nu=state["nu"])
         rate, step = schedule(state["step"]), state["step"] + 1
         rates, number = decays(decay_mask, params, weight_decay), step.to(torch.float32)
+        # Rounded once, outside of the block: the update of a leaf is then one kernel, and leaves alike run at once.
         factor = torch.ones_like(number) if factor is None else factor
+        factors = {dtype: factor.to(dtype) for dtype in dict.fromkeys(mu.dtype for _, _, mu, _ in beside)}
         out = one_leaf.each(
             [
-                (grad, factor, mu, nu, param, rate, number, decay)
+                (grad, factors[mu.dtype], mu, nu, param, rate, number, decay)
                 for (param, grad, mu, nu), decay in zip(beside, rates, strict=True)
             ]
         )
