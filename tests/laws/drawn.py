@@ -39,25 +39,57 @@ UNARY = [
     "{x}.detach() * {x}", "({x} > 0).to({x}.dtype)", "F.silu({x})", "{x}.square().mean() * {x}", "{x} - {x}.mean()",
     "{x} / ({x}.norm() + 1)", "{x} * torch.ones_like({x})", "{x} * {x}.abs().mean().clamp(min=1e-5)",
     "torch.full_like({x}, 0.5) * {x}", "F.leaky_relu({x}, 0.2)", "torch.erf({x})", "{x}.clone()", "{x}.contiguous()",
+    "F.elu({x})", "F.mish({x})", "F.logsigmoid({x})", "F.hardswish({x})", "({x}.abs() + 0.2).rsqrt()", "{x}.atan()",
+    "{x}.sign() * {x}", "{x}.sum() - {x}", "{x} * {x}.amax()", "{x} * ({x} * 0.1).sum().tanh()", "{x}.tanh().expm1()",
+    "{x} / ({x}.square().sum() + 1)", "F.dropout({x}, 0.3, False)", "{x} * {x}.detach().abs().max()",
+    "torch.zeros_like({x}) + {x}", "{x} * {x}.numel() * 0.1", "({x} > 0.1).logical_and({x} < 0.9).to({x}.dtype) * {x}",
 ]  # fmt: skip
 BINARY = [
     "{x} + {y}", "{x} - {y}", "{x} * {y}", "{x} / ({y}.abs() + 1)", "torch.maximum({x}, {y})",
     "torch.where({x} > {y}, {x}, {y})", "torch.lerp({x}, {y}, 0.3)", "torch.addcmul({x}, {x}, {y})",
-    "torch.where({y} > 0, {x}, -1.0)", "{x} * {y} + {x}",
+    "torch.where({y} > 0, {x}, -1.0)", "{x} * {y} + {x}", "torch.minimum({x}, {y})", "torch.sub({x}, {y}, alpha=0.3)",
+    "torch.logaddexp({x}, {y})", "torch.addcdiv({x}, {x}, {y}.abs() + 1)", "{x}.masked_fill({y} > 0.2, 0.3)",
+    "F.mse_loss({x}, {y}.expand_as({x}), reduction='none')", "{x} * {y}.mean()", "{x} - {y}.sum()",
+    "F.binary_cross_entropy_with_logits({x}, {y}.expand_as({x}).sigmoid(), reduction='none')",
+    "F.huber_loss({x}, {y}.expand_as({x}), reduction='none')", "torch.hypot({x}.abs() + 0.5, {y})",
 ]  # fmt: skip
 #: With the dims that are reduced; a name that the rest of the code reads is the family of the statement.
 REDUCED = [
-    "{x}.sum({d}, keepdim={k})", "{x}.mean({d}, keepdim={k})", "{x}.amax({d}, keepdim={k})",
-    "torch.logsumexp({x}, {d}, keepdim={k})", "{x}.var({d}, keepdim={k})", "{x}.pow(2).sum({d}, keepdim={k})",
-    "{x}.amin({d}, keepdim={k})", "torch.linalg.vector_norm({x} + 2, dim={d}, keepdim={k})",
+    "{x}.sum({d}, keepdim={k})",
+    "{x}.mean({d}, keepdim={k})",
+    "{x}.amax({d}, keepdim={k})",
+    "torch.logsumexp({x}, {d}, keepdim={k})",
+    "{x}.var({d}, keepdim={k})",
+    "{x}.pow(2).sum({d}, keepdim={k})",
+    "{x}.amin({d}, keepdim={k})",
+    "torch.linalg.vector_norm({x} + 2, dim={d}, keepdim={k})",
     "{x}.abs().sum({d}, keepdim={k}).sqrt()",
+    "({x} + 2).std({d}, keepdim={k})",
+    "{x}.amax({d}, keepdim={k}).exp()",
+    "torch.linalg.vector_norm({x} + 2, 1, dim={d}, keepdim={k})",
+    "({x} > 0).sum({d}, keepdim={k}) * 0.5",
+]
+#: Over one dim.
+ONE = [
+    "({x} * 0.3 + 1).prod({d}, keepdim={k})", "{x}.max({d}, keepdim={k})[0]", "{x}.min({d}, keepdim={k})[0]",
+    "{x}.argmax({d}, keepdim={k}) * 0.5", "{x}.topk(2, {d})[0].sum({d}, keepdim={k})",
+    "torch.take_along_dim({x}, {x}.argmin({d}, keepdim=True), {d}).sum({d}, keepdim={k})",
 ]  # fmt: skip
 ALONG = [
     "torch.softmax({x}, {d})", "torch.log_softmax({x}, {d})", "F.layer_norm({x}, {x}.shape[-1:])", "{x}.flip({d})",
     "F.normalize({x} + 1.5, dim={d})", "-(torch.softmax({x}, {d}) * torch.log_softmax({x}, {d}))",
-    "F.rms_norm({x}, {x}.shape[-1:])",
+    "F.rms_norm({x}, {x}.shape[-1:])", "torch.softmax({x}.masked_fill({x} > 0.5, -1e9), {d})", "F.softmin({x}, {d})",
+    "{x} - {x}.logsumexp({d}, keepdim=True)", "{x} * ({x} == {x}.amax({d}, keepdim=True))", "{x} - {x}.mean({d}, True)",
+    "{x} / {x}.abs().sum({d}, keepdim=True).clamp(min=0.1)", "torch.softmax({x}, {d}).square() * {x}",
+    "torch.softmax({x} * {x}.exp().sum({d}, keepdim=True).log(), {d})",
 ]  # fmt: skip
-WHOLE = ["{x}.cumsum({d})", "{x}.roll(1, {d})", "{x}.sort({d})[0]"]
+WHOLE = [
+    "{x}.cumsum({d})",
+    "{x}.roll(1, {d})",
+    "{x}.sort({d})[0]",
+    "(1 + 0.1 * {x}).cumprod({d})",
+    "torch.logcumsumexp({x}, {d})",
+]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +127,8 @@ class Writer:
         fitting = [v for v in self.values if wanted(v[1])]
         if not fitting:
             return None
-        # Late values more often, so that programs are deep.
-        return self.pick([*fitting, *fitting[-3:]])
+        # Late values more often, so that programs are deep; and what the batch goes into, or half would be of parameters.
+        return self.pick([*fitting, *fitting[-3:], *(v for v in fitting if ("batch", SIZES["batch"]) in v[1])])
 
     def write(self, family: str, text: str, dims: tuple[Dim, ...], *operands: str) -> None:
         name = f"v{len(self.values)}"
@@ -140,7 +172,8 @@ class Writer:
         at = sorted(self.draw(st.sets(st.integers(0, n - 1), min_size=1, max_size=n)))
         keep = self.draw(st.booleans())
         dims = tuple(("_", 1) if i in at else d for i, d in enumerate(x[1]) if keep or i not in at)
-        self.write("reduce", self.pick(REDUCED).format(x=x[0], d=tuple(at), k=keep), dims, x[0])
+        pattern = self.pick([*REDUCED, *ONE] if len(at) == 1 else REDUCED)
+        self.write("reduce", pattern.format(x=x[0], d=at[0] if pattern in ONE else tuple(at), k=keep), dims, x[0])
 
     def _along(self) -> None:
         x = self.value(lambda dims: len(dims) > 0 and dims[-1][1] > 1)
@@ -151,6 +184,8 @@ class Writer:
         self.write("along", pattern.format(x=x[0], d=(d,) if "flip" in pattern else d), x[1], x[0])
 
     def _matmul(self) -> None:
+        if self.pick([False, False, True]):
+            return self._pairs()
         w = self.value(lambda dims: len(dims) == 2)
         x = w and self.value(lambda dims: len(dims) > 1 and dims[-1] == w[1][0])
         if not (w and x):
@@ -158,13 +193,32 @@ class Writer:
         forms = ["{x} @ {w}", "F.linear({x}, {w}.t())", "torch.einsum('...k,kn->...n', {x}, {w})"]
         self.write("matmul", self.pick(forms).format(x=x[0], w=w[0]), (*x[1][:-1], w[1][1]), x[0], w[0])
 
+    def _pairs(self) -> None:
+        """Products of two values by their last dims: a tied head, or scores and what they weigh."""
+        x = self.value(lambda dims: len(dims) in (2, 3))
+        y = x and self.value(
+            lambda dims: len(dims) >= 2 and dims[-1] == x[1][-1] and dims[:-2] == (x[1][:-2] if len(dims) > 2 else ())
+        )
+        if not (x and y):
+            return
+        scores = "{x} @ {y}.transpose(-1, -2)"
+        forms = [scores, scores, f"torch.softmax({scores} * 0.5, -1) @ {{y}}"]
+        if len(y[1]) == 3:
+            forms.append(
+                "F.scaled_dot_product_attention({x}.unsqueeze(1), {y}.unsqueeze(1), {y}.unsqueeze(1)).squeeze(1)"
+            )
+        form = self.pick(forms)
+        self.write(
+            "matmul", form.format(x=x[0], y=y[0]), (*x[1][:-1], y[1][-2] if form == scores else y[1][-1]), x[0], y[0]
+        )
+
     def _view(self) -> None:
         x = self.value(lambda dims: len(dims) > 0)
         if x is None:
             return
         name, dims = x
         n = len(dims)
-        kind = self.pick(["transpose", "unsqueeze", "flatten", "expand", "reshape", "split"])
+        kind = self.pick(["transpose", "unsqueeze", "flatten", "expand", "reshape", "split", "repeat", "squeeze"])
         if kind == "transpose" and n > 1:
             i, j = sorted(self.draw(st.sets(st.integers(0, n - 1), min_size=2, max_size=2)))
             swapped = list(dims)
@@ -180,6 +234,13 @@ class Writer:
         elif kind == "expand" and any(d[1] == 1 for d in dims):
             wide = tuple(("_", 3) if d[1] == 1 else d for d in dims)
             self.write("view", f"{name}.expand({', '.join(str(d[1]) for d in wide)})", wide, name)
+        elif kind == "repeat" and n < 4:
+            i = self.draw(st.integers(0, n - 1))
+            wide = (*dims[:i], ("_", dims[i][1] * 2), *dims[i + 1 :])
+            twice = ", ".join("2" if j == i else "1" for j in range(n))
+            self.write("view", self.pick([f"{name}.repeat_interleave(2, {i})", f"{name}.repeat({twice})"]), wide, name)
+        elif kind == "squeeze":
+            self.write("view", f"{name}.squeeze()", tuple(d for d in dims if d[1] > 1), name)
         elif kind == "split" and n < 4 and dims[-1][1] % 2 == 0:
             half = ("_", dims[-1][1] // 2)
             pattern = self.pick(["{x}.unflatten(-1, (2, {h}))", "{x}.reshape(*{x}.shape[:-1], 2, {h})"])
@@ -188,7 +249,7 @@ class Writer:
             self.write("view", f"{name}.reshape({name}.shape)", dims, name)
 
     def _index(self) -> None:
-        kind = self.pick(["table", "select", "slice", "chunk", "gather", "pick"])
+        kind = self.pick(["table", "select", "slice", "chunk", "pick", "one_hot", "pad", "take", "rotate"])
         if kind == "table":
             w = self.value(lambda dims: len(dims) == 2 and dims[0] == ("vocab", SIZES["vocab"]))
             if w is not None:
@@ -205,10 +266,20 @@ class Writer:
                 ])  # fmt: skip
                 self.write("index", form.format(x=x[0]), x[1][:2], x[0])
             return
+        if kind == "one_hot":
+            hot = f"F.one_hot(batch['ids'], {SIZES['vocab']}).to(batch['x'].dtype)"
+            return self.write("index", hot, tuple((d, SIZES[d]) for d in ("batch", "seq", "vocab")))
         x = self.value(lambda dims: len(dims) > 0 and dims[-1][1] > 1)
         if x is None:
             return
         name, dims = x
+        if kind == "pad":
+            return self.write("index", f"F.pad({name}, (1, 2))", (*dims[:-1], ("_", dims[-1][1] + 3)), name)
+        if kind == "take":
+            text = f"{name}.index_select(-1, torch.arange(2, device={name}.device))"
+            return self.write("index", text, (*dims[:-1], ("_", 2)), name)
+        if kind == "rotate":
+            return self.write("index", f"torch.cat([{name}[..., 1:], -{name}[..., :1]], -1)", dims, name)
         i = self.draw(st.integers(0, len(dims) - 1))
         if dims[i][1] < 2:
             return
