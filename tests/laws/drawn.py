@@ -91,6 +91,16 @@ WHOLE = [
     "torch.logcumsumexp({x}, {d})",
 ]
 
+#: Statements that write to a value `out` of the shape of `x`; the last ones need more than one column.
+WRITES = [
+    "{out}.mul_(1.5)", "{out} += {x}", "{out} -= 0.3", "{out}.relu_()", "{out}.masked_fill_({x} > 0.3, 0.1)",
+    "{out}[..., 0] = 0.7", "{out}[..., 0].add_({x}[..., -1])", "{out}.copy_({x} * {x})", "{out}.unsqueeze(0).mul_(2.0)",
+    "{out} *= {out}.sum().tanh()", "{out}.clamp_(-0.5, 0.6)",
+    "{out}[..., 1:] *= 2.0", "{out}[..., :-1] += {x}[..., 1:]", "{out}[..., 1:].tanh_()",
+    "{out}[..., ::2] = {x}[..., ::2].sin()",
+]  # fmt: skip
+WIDE = 4
+
 
 @dataclasses.dataclass(frozen=True)
 class Program:
@@ -127,7 +137,7 @@ class Writer:
         fitting = [v for v in self.values if wanted(v[1])]
         if not fitting:
             return None
-        # Late values more often, so that programs are deep; and what the batch goes into, or half would be of parameters.
+        # Late values more often, so that programs are deep; and what is made of the batch, or half were of parameters.
         return self.pick([*fitting, *fitting[-3:], *(v for v in fitting if ("batch", SIZES["batch"]) in v[1])])
 
     def write(self, family: str, text: str, dims: tuple[Dim, ...], *operands: str) -> None:
@@ -319,8 +329,12 @@ class Writer:
         x = self.value(lambda dims: len(dims) > 0)
         if x is None:
             return
-        form = self.pick(["({x} * 1.0).mul_(2.0)", "({x} + 0.5).relu_()", "({x} * 2.0).masked_fill_({x} > 0.3, 0.1)"])
-        self.write("write", form.format(x=x[0]), x[1], x[0])
+        name, dims = x
+        made = self.pick(["{x}.clone()", "{x} * 2.0", "torch.zeros_like({x})", "{x}.new_zeros({x}.shape)", "{x} + 0.5"])
+        self.write("write", made.format(x=name), dims, name)
+        out, writes = self.values[-1][0], WRITES if dims[-1][1] > 1 else WRITES[:-WIDE]
+        for _ in range(self.draw(st.integers(1, 2))):
+            self.lines.append(self.indent + self.pick(writes).format(out=out, x=name))
 
     def _block(self) -> None:
         """A function called twice: of the same parameter or of another, on two activations."""
