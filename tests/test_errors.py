@@ -185,9 +185,9 @@ CASES = [
         "mlp of size 8 or 12", "heads of size 4 or 8", "params['layers'][0]",
     ),
     case(
-        "fewer kv heads than tensor-parallel ranks", E.ShapeError,
-        lambda: model(kv_heads=2)(ff.Mesh(tp=4), layouts.tp("tp")),
-        "(kv_heads) has size 2, axis 'tp' has size 4", "kv_heads of size 4",
+        "kv heads that neither divide the tensor-parallel ranks nor are divided by them", E.ShapeError,
+        lambda: model(heads=6, kv_heads=3)(ff.Mesh(tp=2), layouts.tp("tp")),
+        "(kv_heads) has size 3, axis 'tp' has size 2", "kv_heads of size 2 or 4",
     ),
     case(
         "batch that does not divide", E.ShapeError, lambda: compiled(mesh=DP, layout=BATCH_SPLIT, batch=example(5)),
