@@ -286,7 +286,8 @@ def _moments(x: Tensor, dim: Dims, correction: Any, keepdim: bool) -> Tensor:
     for i in dims:
         n *= x.shape[i]
     off = x - x.mean(dims, True)
-    return (off * off).sum(dims, keepdim) / max(n - (1 if correction is None else correction), 0)
+    squares = (off * off.conj()).real if off.is_complex() else off * off
+    return squares.sum(dims, keepdim) / max(n - (1 if correction is None else correction), 0)
 
 
 def var(x: Tensor, dim: Any = None, correction: Any = None, keepdim: bool = False) -> Tensor:
@@ -370,6 +371,8 @@ def vector_norm(x: Tensor, ord: Any = 2, dim: Dims = None, keepdim: bool = False
     """`torch.linalg.vector_norm` in operators that may be split."""
     dims = reduced_dims(dim, x.dim())
     x = x if dtype is None else x.to(dtype)
+    # A norm is one of absolute values: the square of a complex number is not that of its length.
+    x = x.abs() if x.is_complex() else x
     if ord == 0:
         return (x != 0).sum(dims, keepdim).to(x.dtype)
     if ord == float("inf"):

@@ -514,6 +514,9 @@ for _name in ("quantile", "nanquantile"):
 for _name in ("var_mean", "std_mean"):
     add(f"{_name}.dim", f(4, 5), [1])
     add(f"{_name}.default", f(4, 5))
+add("var_mean.dim", Arg((4, 5), "complex"), [1])
+add("linalg_vector_norm.default", Arg((4, 5), "complex"), 2, [1])
+add("pairwise_distance.default", Arg((4, 5), "complex"), Arg((4, 5), "complex"))
 add("std_mean.correction", f(4, 5), [0], correction=0)
 add("cosine_similarity.default", f(4, 5), f(4, 5))
 add("cosine_similarity.default", f(3, 1, 5), f(4, 5), -1)
