@@ -55,6 +55,9 @@ class Advance:
         wide = {leaf.wide_dtype(t.dtype) for t in self.params.at_rest() if t.dtype.is_floating_point}
         self.ranks = self.program.mesh.count(self.compared)
         self.dtype = min(wide, key=lambda d: torch.finfo(d).max, default=torch.float32)
+        # What is finite there may be none in the leaf itself: float16 ends at 65504.
+        floats = {t.dtype for t in self.params.at_rest() if t.dtype.is_floating_point}
+        self.narrow = any(torch.finfo(d).max < torch.finfo(torch.bfloat16).max for d in floats)
 
     def leaf_paths(self) -> list[str]:
         """How messages name the leaves of a state, parameters first."""
@@ -93,7 +96,7 @@ class Advance:
             finite.refuse_values(state.step, loss, "auxiliary value", bad, fix)
         inputs = [*checked[2:], *resting]
         moderate = finite.is_moderate([norm, norm * count, *numbers.values()], self.dtype)
-        sure = self.updates.numbers.bounded and moderate and not isinstance(where, Simulator)
+        sure = self.updates.numbers.bounded and moderate and not self.narrow and not isinstance(where, Simulator)
         del grads, reduced, checked
         if sure:
             del resting

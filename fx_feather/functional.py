@@ -153,6 +153,14 @@ class _Functional:
                 for _ in range(len(graph.nodes) - seen):
                     next(made).meta.setdefault("stack_trace", n.meta.get("stack_trace", ""))
         graph.eliminate_dead_code()
+        for n in graph.find_nodes(op="call_function", target=torch.ops.aten.as_strided_scatter.default):
+            # Seen in torch 2.13: its gradient is that of the part that is kept, and 0 where the other has one.
+            _refuse(
+                n,
+                "a write through as_strided, or into a value inside of a torch.func gradient",
+                "1 gradient would be wrong: that of aten.as_strided_scatter",
+                "an index or a slice in the place of as_strided; torch.where or torch.cat in the place of a write",
+            )
         used = {n.target for n in graph.find_nodes(op="get_attr")}
         constants = {k: v for k, v in self.recorder.constants.items() if k in used}
         return Unit(u.name, graph, constants, u.regions, u.draws)
@@ -248,7 +256,7 @@ class _Functional:
     def _detach(self, n: fx.Node) -> None:
         """A detached value shares memory with the one that it is of: a write would be to both."""
         (a,), at, s = n.all_input_nodes, self.order[n], storage(n)
-        if s not in self.live:
+        if s not in self.live and not any(s in written(m) for m in self.nodes[at:]):
             self.env[n] = self.env[a]
             return
         with self.recorder:

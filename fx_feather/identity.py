@@ -9,6 +9,10 @@ import torch
 
 #: Objects within objects that are looked into; what lies deeper is told apart by identity alone.
 _DEPTH = 8
+#: The same for what a function reads from its module.
+_SHALLOW = 2
+#: Packages whose functions do not change between calls.
+_FIXED = ("builtins", "einops", "fx_feather", "numpy", "optree", "torch")
 
 
 def identity(fn: Any, kept: list[Any], within: tuple[int, ...] = ()) -> Any:
@@ -37,9 +41,11 @@ def identity(fn: Any, kept: list[Any], within: tuple[int, ...] = ()) -> Any:
     if isinstance(fn, types.FunctionType):
         cells = keys(c.cell_contents for c in fn.__closure__ or ())
         defaults = (fn.__defaults__ or (), fn.__kwdefaults__ or {})
-        read = [fn.__globals__[name] for name in fn.__code__.co_names if name in fn.__globals__]
-        constants = keys(x for x in read if isinstance(x, bool | int | float | complex | str | torch.Tensor))
-        return ("function", fn.__code__, id(fn.__globals__), constants, cells, *keys(defaults))
+        kept.append(fn.__globals__)
+        # What its module holds is looked into less deeply: a function sees all of it, and reads little.
+        shallow = (*within, id(fn), *(0,) * (_DEPTH - _SHALLOW - 1))
+        read = tuple(identity(x, kept, shallow) for x in _read(fn))
+        return ("function", fn.__code__, id(fn.__globals__), read, cells, *keys(defaults))
     if isinstance(fn, types.MethodType):
         return ("method", *keys((fn.__func__, fn.__self__)))
     # Containers and objects by what they hold now: a function may see another content at its next call.
@@ -62,6 +68,21 @@ def identity(fn: Any, kept: list[Any], within: tuple[int, ...] = ()) -> Any:
         return ("id", id(fn))
     # 1, 1.0 and True are equal, yet they trace differently.
     return (type(fn), fn)
+
+
+def _read(fn: types.FunctionType) -> list[Any]:
+    """What a function and those defined in it read from their module, but for modules, classes and libraries."""
+    codes: list[types.CodeType] = [fn.__code__]
+    found: dict[str, Any] = {}
+    for code in codes:
+        codes += [c for c in code.co_consts if isinstance(c, types.CodeType)]
+        found |= {name: fn.__globals__[name] for name in code.co_names if name in fn.__globals__}
+    fixed = (type, types.ModuleType, types.BuiltinFunctionType)
+    return [x for x in found.values() if not isinstance(x, fixed) and not _is_fixed(x)]
+
+
+def _is_fixed(x: Any) -> bool:
+    return isinstance(x, types.FunctionType) and (x.__module__ or "").partition(".")[0] in _FIXED
 
 
 def _may_change(x: Any) -> bool:

@@ -191,3 +191,14 @@ def test_the_optimizers_of_the_package_write_over_the_old_values_at_once() -> No
     chain = ff.chain(ff.clip_by_global_norm(1.0), ff.adamw(ff.warmup_cosine(0.1, 2, 9)))
     assert all(stepped(o)._advance.updates.numbers.bounded for o in (ff.sgd(0.1), ff.sgd(0.1, momentum=0.9), chain))
     assert not stepped(by_hand(lambda g, p, t: p - 0.1 * g))._advance.updates.numbers.bounded
+
+
+def test_a_narrow_parameter_that_overflows_is_found_before_the_old_one_goes() -> None:
+    step = stepped(ff.sgd(lr=1e7), dtype=torch.float16)
+    state = step.init(seed=0)
+    before = state.params["w"].clone()
+    with pytest.raises(NonFiniteError, match=r"new value that is not finite: params\['w'\]"):
+        step.simulate(state, BATCH)
+    with pytest.raises(NonFiniteError):
+        step(state, BATCH)
+    assert torch.equal(state.params["w"], before)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -320,7 +321,30 @@ def _complex_block(h: torch.Tensor) -> torch.Tensor:
     return torch.view_as_real(ff.block(lambda z, t: z**2 * t, "square")(z, turned)).sum(-1)
 
 
-@pytest.mark.parametrize("inner", [_what_changes, _complex_block, lambda h: h * h.data, lambda h: h * h.exp().data])
+SETTINGS = types.SimpleNamespace(scale=1.0, deeper=[types.SimpleNamespace(power=1)])
+
+
+def _helper(h: torch.Tensor) -> torch.Tensor:
+    return h.sin() * FACTOR * SETTINGS.deeper[0].power
+
+
+def _what_a_module_holds(h: torch.Tensor) -> torch.Tensor:
+    global FACTOR
+    blocks = [
+        ff.block(lambda x: x * SETTINGS.scale, "namespace"), ff.block(lambda x: _helper(x), "helper"),
+        ff.block(lambda x: next(y * SETTINGS.deeper[0].power for y in [x]), "nested"),
+    ]  # fmt: skip
+    out = sum(f(h) for f in blocks)
+    SETTINGS.scale, SETTINGS.deeper[0].power, FACTOR = 3.0, 2, 7.0
+    out = out + sum(f(h) for f in blocks)
+    SETTINGS.scale, SETTINGS.deeper[0].power, FACTOR = 1.0, 1, 1.0
+    return out
+
+
+@pytest.mark.parametrize(
+    "inner",
+    [_what_changes, _what_a_module_holds, _complex_block, lambda h: h * h.data, lambda h: h * h.exp().data],
+)
 def test_what_a_trace_sees_is_what_happens(inner: Inner) -> None:
     testing.assert_equivalent(
         lambda p, x: (inner(x @ p["w"]).sum(), torch.tensor(x.shape[0])),

@@ -29,7 +29,7 @@ class Funcs:
     layout: Layout
     device: str
     remat: str | int = "none"
-    plans: dict[Any, Plan] = dataclasses.field(default_factory=dict)
+    plans: dict[Any, tuple[GlobalProgram, Plan]] = dataclasses.field(default_factory=dict)
     units: dict[Any, LocalUnit] = dataclasses.field(default_factory=dict)
     joints: dict[Any, Joint] = dataclasses.field(default_factory=dict)
     others: dict[Any, Func] = dataclasses.field(default_factory=dict)
@@ -81,8 +81,9 @@ class Funcs:
             for i, compute in enumerate(params):
                 if compute is not None:
                     plan.hoist(i, compute)
-            self.plans[key] = plan
-        return self.plans[key]
+            # The program is kept with its plans: what is named by identity must not make room for another.
+            self.plans[key] = (program, plan)
+        return self.plans[key][1]
 
     def unit(
         self, plan: Plan, places: Sequence[Place], needs: Sequence[bool], cts: Sequence[bool], share: int = 0

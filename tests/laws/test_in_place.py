@@ -192,6 +192,22 @@ def _detached_and_not(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     return h
 
 
+def _detached_before_it_has_one(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    h = torch.ones_like(x @ w)
+    before = h.detach()
+    h.mul_(x @ w)
+    return h * before
+
+
+def _inside_a_transform(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def cubes(w: torch.Tensor) -> torch.Tensor:
+        h = w.clone()
+        h[0] = w[1] * 2
+        return (h**3).sum()
+
+    return x @ torch.func.grad(cubes)(w)
+
+
 def _behind_the_gradient(w: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
     h = x @ w
     with torch.no_grad():
@@ -238,3 +254,9 @@ def test_a_write_behind_a_gradient_is_refused() -> None:
     assert "used detached and with its gradient" in refused(_detached_and_not)
     assert "a write where no gradient is wanted" in refused(_behind_the_gradient)
     assert "used constrained and unconstrained" in refused(_constrained_and_not)
+    assert "used detached and with its gradient" in refused(_detached_before_it_has_one)
+
+
+def test_a_write_whose_gradient_torch_has_wrong_is_refused() -> None:
+    assert "1 gradient would be wrong" in refused(_inside_a_transform)
+    assert "1 gradient would be wrong" in refused(lambda w, x: (x @ w).contiguous().as_strided((1,), (1,)).zero_())
