@@ -10,14 +10,14 @@ from .agreement import Leaf, check_leaves, check_numbers
 from .backend import BACKENDS
 from .draws import LOSS, run_keys
 from .effect import check_used
-from .errors import BackendError, LayoutError, MeshError, ShapeError, fail
+from .errors import BackendError, LayoutError, MeshError, OptionError, ShapeError, fail
 from .explain import explain
 from .inputs import batch_leaves, parameters
 from .layout import Layout
 from .mesh import Mesh
 from .program import CollectiveNode, Program
 from .runtime import Runtime
-from .settings import OneOf, check
+from .settings import OneOf, check, count
 from .simulate import Simulator
 from .spec import Type, assemble, pad_to, shard, slices
 from .trace import trace
@@ -305,6 +305,8 @@ class Common:
 
         Values are a function of path and global index alone: the same bits in every layout.
         """
+        fix = "seed=0; dataclasses.replace(step.init(), params=params) starts from parameters that are there"
+        check(OptionError, "init", {"seed": seed}, [("seed", count(-(1 << 63)), "a seed is an integer", fix)])
         if not in_world():
             return tree.map(lambda x: x.to(self.device), param.init(self.template, seed))
         run, leaves = self.runtime(), []

@@ -106,3 +106,10 @@ def test_an_unknown_option_is_named_with_the_nearest(make):
     text = str(caught.value)
     assert "3 problems" in text and "'layuot' is not an option of" in text and "fix:     layout=Layout(" in text
     assert "fix:     backend='eager'" in text and "fix:     leave it out" in text
+
+
+@pytest.mark.parametrize("seed", [{"w": torch.ones(4, 8)}, "1", None, 1.5])
+def test_a_seed_is_an_integer_and_no_parameters(seed):
+    with pytest.raises(OptionError, match="a seed is an integer") as caught:
+        stepped().init(seed)
+    assert ("seed=1" if seed == "1" else "params=params") in str(caught.value)
