@@ -431,7 +431,7 @@ def test_without_shared_memory_all_ranks_do_without(why: str, monkeypatch: pytes
     def work(rank: int, everyone: Any) -> Channel | None:
         def heard(x: Any) -> list[Any]:
             # A path that is no socket here, as if it were that of a rank elsewhere.
-            return [f"{p}-elsewhere" if isinstance(p, str) else p for p in everyone(x)]
+            return [p.rstrip(b"\0") + b"-elsewhere" if p.startswith(b"/") else p for p in everyone(x)]
 
         return connect(range(3), rank, heard if why == "other machine" else everyone, 1)
 
