@@ -263,7 +263,8 @@ def splittable(rule: Rule, call: OpCall) -> Iterator[tuple[str, int, list[tuple[
     for f, n in s.sizes.items():
         places = [(k, d) for k, dims in enumerate(s.operands) for d, dim in enumerate(dims) if dim[:1] == (f,)]
         minor = any(f in dim[1:] for dims in s.results for dim in dims)
-        if places and not minor and (f not in s.whole or rule.decompose is not None):
+        decomposed = rule.decompose is not None and "whole" in rule.decomposed_for
+        if places and not minor and (f not in s.whole or decomposed):
             yield f, n, [(k, d) for k, d in places if k not in s.ignored] or places
 
 
