@@ -99,7 +99,7 @@ def compositions(
     """
     out = {}
     for names in itertools.product(kinds, repeat=len(mesh.axes)):
-        layout = Layout()
+        layout = Layout(unused_ok=True)  # an axis may be drawn for nothing
         for name, axis in zip(names, mesh.axes, strict=True):
             layout = layout | kinds[name](axis)
         uneven = [
