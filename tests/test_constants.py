@@ -19,7 +19,7 @@ SEVERAL = (SLOPES, SLOPES * 1, TABLE[0].clone(), TABLE[1].clone())
 TEMPLATE = {"w": ff.Param("embed mlp", (3, 4), dtype=F64)}
 LAYOUTS = (
     (ff.Mesh(dp=1), layouts.single()),
-    (ff.Mesh(dp=2, tp=2), layouts.fsdp("dp") | layouts.tp("tp")),
+    (ff.Mesh(dp=2, tp=2), layouts.fsdp("dp") | layouts.tp("tp") | ff.Layout(unused_ok=("batch",))),
 )
 Inner = Callable[[torch.Tensor], torch.Tensor]
 
