@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import tree
 from ..errors import LayoutError, ShapeError, fail, message, raise_all
-from ..layout import Layout
+from ..layout import Layout, check_divides
 from ..mesh import Mesh
 from ..spec import Type, assemble, slices
 from . import contents, place
@@ -116,9 +116,12 @@ def load(
         layout.check_axes(mesh)
         layout = layout.fitted(mesh, [(p.dim_names, p.shape) for p in template])
         own = _rank(mesh) if rank is None else rank
-        for i, (p, path) in enumerate(zip(template, tree.paths_of(treedef), strict=True)):
-            t = layout.param_types(p.dim_names, p.shape, p.dtype, path).store
-            bounds[i], shapes[i] = slices(t, mesh, own), t.local_shape(mesh)
+        paths = tree.paths_of(treedef)
+        types = [layout.param_types(p.dim_names, p.shape, p.dtype, q) for p, q in zip(template, paths, strict=True)]
+        # What can't be computed with isn't loaded either: a rank beyond the last head would get nothing but padding.
+        check_divides(((f"params{q}", t.compute) for q, t in zip(paths, types, strict=True)), mesh)
+        for i, t in enumerate(types):
+            bounds[i], shapes[i] = slices(t.store, mesh, own), t.store.local_shape(mesh)
 
     def get(name: str, wanted: tuple[slice, ...]) -> Tensor:
         return at[name].read(wanted)

@@ -267,3 +267,9 @@ def test_no_rank_holds_more_than_its_share(tmp_path):
     used, share = map(int, done.stdout.split())
     assert share < 1.01 * total / 4
     assert used < 1.3 * share + (64 << 20), f"{used >> 20} MB for a share of {share >> 20} MB"
+
+
+def test_more_ranks_than_heads_are_refused_as_compile_refuses_them(tmp_path):
+    model, params = made()
+    hf.save(tmp_path, model, params)
+    refused(tmp_path, ["(heads) has size 4, axis 'tp' has size 8"], mesh=ff.Mesh(tp=8), layout=layouts.tp("tp"), rank=4)
