@@ -1,5 +1,6 @@
 """Hypothesis strategies: meshes, layouts, specs and batches of any kind, which shrink to the smallest of them."""
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -99,9 +100,12 @@ def compositions(
     """
     out = {}
     for names in itertools.product(kinds, repeat=len(mesh.axes)):
-        layout = Layout(unused_ok=True)  # an axis may be drawn for nothing
+        layout = Layout()
         for name, axis in zip(names, mesh.axes, strict=True):
             layout = layout | kinds[name](axis)
+        used = {a for table in layout.tables() for axes in table.values() for a in as_axes(axes)}
+        if not used.issuperset(mesh.axes):  # a kind may leave its axis without work
+            layout = dataclasses.replace(layout, unused_ok=tuple(a for a in mesh.axes if a not in used))
         uneven = [
             dim
             for dim, axes in layout.compute.items()
