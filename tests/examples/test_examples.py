@@ -97,7 +97,8 @@ def test_train_without_its_data_says_so_on_every_rank(ranks, tmp_path):
         (["--layout", "ddp=2,ddp=2"], "an axis of ['dp'] has a size already"),
         (["--layout", "ddp=2"], "the mesh has 2 ranks, the world has 1"),
         (["--batch", "6", "--accumulate", "4"], "dim 0 (batch) has size 6, in 4 microbatches"),
-        (["--lr", "1e38"], "first leaf with a gradient that is not finite"),
+        (["--lr", "1e30"], "first leaf with a gradient that is not finite"),
+        (["--lr", "1e38"], "first new value that is not finite"),
     ],
 )
 def test_train_names_what_is_wrong(args, problem, text, tmp_path):
