@@ -72,7 +72,7 @@ def _unused(axis: str, mesh: Mesh, where: str, dims: Sequence[str], there: Seque
         else f"its {mesh[axis]} ranks would all compute the same",
         rule="each axis splits something in each table that names it, or its ranks do each other's work; the "
         f"layouts of this package act on the dims {', '.join(DIM_NAMES)}",
-        fix=f"{dims[0]!r} in the place of {(close or there)[0]!r} in the ff.Param, batch_dims or constrain"
-        if dims and there
+        fix=f"{dims[0]!r} in the place of {close[0]!r} in the ff.Param, batch_dims or constrain"
+        if close
         else f"Layout(..., unused_ok=({axis!r},)) if that is meant, or a mesh without {axis!r}",
     )

@@ -157,6 +157,7 @@ SHARDED: dict[str, Any] = {
 def cases(draw: st.DrawFn) -> tuple[Any, Any, ff.Mesh, ff.Layout, int, int]:
     """A family, a small config of it that the layout splits evenly, and rows and length of a batch."""
     mesh, layout = draw(testing.parallelisms(8, ("dp", "ep", "tp"), SHARDED))
+    layout |= ff.Layout(unused_ok=True)  # a model without experts, split over its experts
 
     def several(dim: str, most: int, least: int = 1) -> int:
         return mesh.count(layout.compute.get(dim, ())) * draw(st.integers(least, most))
