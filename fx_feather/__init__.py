@@ -20,6 +20,8 @@ from .param import uniform as uniform
 from .param import zeros as zeros
 from .trace import block as block
 from .trace import constrain as constrain
+from .scan import associative_scan as associative_scan
+from .scan import scan as scan
 
 # Compiling and running.
 from .compiler import Compiled as Compiled

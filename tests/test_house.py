@@ -44,7 +44,7 @@ FLOORS = (
     {"rules"},
     {"unit", "source", "pure", "memory", "constants", "random_ops", "draws", "random"},
     {"record", "functional", "trace"},
-    {"nn", "models", "optim"},
+    {"nn", "models", "optim", "scan"},
     {"program"},
     {"passes"},
     {"transport"},
