@@ -2,6 +2,7 @@
 
 import contextlib
 import functools as ft
+import hashlib
 import os
 import weakref
 from collections.abc import Callable, Sequence
@@ -87,6 +88,8 @@ class Runtime:
         self._too_many = 1000
         self._settled = False
         self._process = os.getpid()
+        #: What tells its program from others in messages.
+        self._program = ""
 
     def _device_mesh(self) -> DeviceMesh:
         # Made from groups: those that a DeviceMesh makes by itself wait for torch's half hour, not for `timeout`.
@@ -135,6 +138,7 @@ class Runtime:
     def compare(self, text: str) -> None:
         """Raises RankError when ranks are about to run different programs, which would hang without a word."""
         if self.mesh.size > 1:
+            self._program = hashlib.sha256(text.encode()).hexdigest()[:8]
             agreement.check_programs(text, self.mesh, self.everyone("comparing programs"))
 
     def scalar(self, x: float) -> torch.Tensor:
@@ -163,7 +167,7 @@ class Runtime:
         Raises:
             RankError: another rank failed, or this one did, in this section or an earlier one.
         """
-        with self._turn(f"section {section.name!r}"):
+        with self._turn(f"section {section.name!r} of program {self._program}"):
             return self._run(section, inputs) if self.mesh.size == 1 else self._run_as_one(section, inputs)
 
     def _turn(self, doing: str) -> contextlib.AbstractContextManager[None]:

@@ -16,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 
 from .errors import FeatherError, MeshError, RankError, fail, message
+from .watch import Watch, end_process
 
 #: Seconds that a rank waits for the others in a collective; the environment variable FX_FEATHER_TIMEOUT sets another.
 TIMEOUT_S = 600.0
@@ -49,6 +50,9 @@ def timeout() -> datetime.timedelta:
     return datetime.timedelta(seconds=seconds)
 
 
+_watch: Watch | None = None
+
+
 def begin(backend: str, forget: Callable[[], None]) -> None:
     """Begins the world of this process, and ends it, after `forget`, when the process ends."""
     store, rank, size = next(dist.rendezvous("env://", timeout=timeout()))
@@ -56,8 +60,12 @@ def begin(backend: str, forget: Callable[[], None]) -> None:
     store = dist.PrefixStore(f"fx_feather/attempt{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout())
     sys.excepthook = ft.partial(_say_once, sys.excepthook, store, rank)
+    global _watch
+    _watch = Watch(store, rank, size, end_process)
 
     def leave() -> None:
+        if _watch is not None:
+            _watch.stop()
         # After an error others may hang, and to wait for them would hide it.
         if dist.is_initialized() and getattr(sys, "last_type", None) is None:
             forget()
@@ -119,9 +127,14 @@ def turn(who: str, doing: str, process: int, alone: bool) -> Iterator[None]:
             rule="all ranks run the same collectives in the same order, which two threads at once don't keep",
             fix="call steps and evaluations of a rank from one thread, one after the other",
         )
+    watch = None if alone else _watch
     try:
+        if watch is not None:
+            watch.enter(doing)
         yield
     finally:
+        if watch is not None:
+            watch.leave()
         busy.release()
 
 

@@ -35,6 +35,7 @@ FLOORS = (
         "inductor",
         "unbuffered",
         "tiles",
+        "watch",
     },
     {"state", "deferred", "spec", "channel", "world"},
     {"initializers", "param", "shared", "agreement"},

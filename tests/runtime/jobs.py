@@ -386,6 +386,31 @@ def killed(out: Path) -> dict[str, Any]:
     return failing_world(out, lambda: os._exit(7))
 
 
+def alone_whole(out: Path) -> dict[str, Any]:
+    """Rank 0 looks at its whole state, while the other goes on."""
+    step = linear_step(ff.Mesh(dp=2), layouts.fsdp("dp"))
+    state, _ = step(step.init(), step.shard(linear_batch()))
+    if RANK == 0:
+        step.whole(state)
+    step(state, step.shard(linear_batch()))
+    return {}
+
+
+def alone_first(out: Path) -> dict[str, Any]:
+    """Rank 0 evaluates for the first time, while the other goes on."""
+    dp, batch = ff.Mesh(dp=2), linear_batch()
+    step = linear_step(dp, layouts.fsdp("dp"))
+    g = ff.compile(
+        lambda p, b: b["x"] * p["a"], template=step.template, mesh=dp, layout=layouts.fsdp("dp"), batch=batch,
+        batch_dims="batch embed", device="cpu",
+    )  # fmt: skip
+    state, _ = step(step.init(), step.shard(batch))
+    if RANK == 0:
+        g(state.params, g.shard(batch))
+    step(state, step.shard(batch))
+    return {}
+
+
 def drawn(out: Path) -> dict[str, Any]:
     """Programs of `cases.json`, run on all ranks: equal, refused, or what went wrong."""
     # Here, since what draws takes seconds to import, and other jobs draw nothing.
