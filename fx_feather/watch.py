@@ -89,7 +89,7 @@ def _report(rank: int, turn: int, found: dict[int, str]) -> str:
         got="; ".join(f"rank{'s' * (len(r) > 1)} {', '.join(map(str, r))}: {doing}" for doing, r in groups.items()),
         number=f"{len(groups)} different calls, each the {turn}. of its rank, wait for each other",
         rule="every rank calls steps, evaluations, whole(...) and saves, in the same order",
-        fix="take the call out of what some ranks alone run, such as `if rank == 0:`; print there what all have computed",
+        fix="take the call out of what some ranks alone run, such as `if rank == 0:`; print there what all computed",
     )
 
 
