@@ -11,7 +11,12 @@ from hypothesis import HealthCheck, settings
 from hypothesis.statistics import collector
 
 LAWS = Path(__file__).parent / "laws"
-LEAST = 1500
+#: Examples that the laws of each file must see in a whole run: nine tenths of what they see today.
+LEAST = {
+    "test_adjoint.py": 4900, "test_draws.py": 32, "test_families.py": 40, "test_groups.py": 27, "test_in_place.py": 65,
+    "test_layouts.py": 84, "test_optimizers.py": 90, "test_planted.py": 23, "test_programs.py": 272,
+    "test_reshard.py": 6000, "test_rules.py": 1040, "test_scan.py": 54, "test_shared.py": 830, "test_writes.py": 94,
+}  # fmt: skip
 
 # Each example of a law that compiles takes seconds, so no deadline and no health check of speed.
 settings.register_profile(
@@ -66,10 +71,15 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Fails a whole run whose laws saw too few examples."""
+    """Fails a whole run in which the laws of a file saw too few examples, or a file of laws has no floor."""
     terminal: Any = session.config.pluginmanager.getplugin("terminalreporter")
     if terminal is None or terminal.stats.get("failed") or terminal.stats.get("error"):
         return
     seen = examples_of_laws(terminal)
-    if seen.keys() == {p.name for p in LAWS.glob("test_*.py")} and sum(seen.values()) < LEAST:
+    if seen.keys() != {p.name for p in LAWS.glob("test_*.py")}:
+        return
+    few = [f"{name} {seen[name]} of {LEAST.get(name, 'a number to be set')}" for name in sorted({*seen, *LEAST})
+           if name not in LEAST or seen[name] < LEAST[name]]  # fmt: skip
+    if few:
+        terminal.write_line(f"too few examples of laws: {', '.join(few)}", red=True)
         session.exitstatus = pytest.ExitCode.TESTS_FAILED
