@@ -137,7 +137,7 @@ class Common:
     def runtime(self) -> Runtime:
         if self._runtime is None:
             self._runtime = Runtime(self.mesh, self.device, self.backend)
-            self._runtime.compare(self.program.text())
+            self._runtime.compare(self.program.text(lines=False))
         return self._runtime
 
     def agree(self, call: str, numbers: dict[str, int | None], state: Sequence[Leaf], batch: Any) -> list[str]:

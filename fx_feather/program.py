@@ -56,8 +56,8 @@ class Func:
                 late.add(n)
         return found
 
-    def text(self) -> str:
-        """The graph as text that is the same on every rank that runs the same program."""
+    def text(self, lines: bool = False) -> str:
+        """The graph as text that is the same on every rank that runs the same program; with `lines`, the user's too."""
         number = {n: f"%{i}" for i, n in enumerate(self.graph.nodes)}
 
         def show(x: Any) -> str:
@@ -67,16 +67,19 @@ class Func:
                 return f"[{', '.join(map(show, x))}]"
             return repr(x)
 
-        lines = []
+        shown, before = [], None
         for n in self.graph.nodes:
             if n.op == "get_attr":
-                lines.append(f"  {number[n]} = {constant_text(self.constants[n.target])}")
+                shown.append(f"  {number[n]} = {constant_text(self.constants[n.target])}")
                 continue
+            if lines and (line := n.meta.get("line", before)) != before:
+                shown.append(f"  # {line}")
+                before = line
             args = [show(a) for a in n.args] + [f"{k}={show(v)}" for k, v in n.kwargs.items()]
-            lines.append(
+            shown.append(
                 f"  {number[n]}{_shape(n)} = {n.op if n.op != 'call_function' else n.target}({', '.join(args)})"
             )
-        return "\n".join([f"{self.name}:", *lines])
+        return "\n".join([f"{self.name}:", *shown])
 
 
 def constant_text(x: torch.Tensor) -> str:
@@ -202,11 +205,16 @@ class Program:
         chosen = self.sections.values() if section is None else [self.sections[section]]
         return [c for s in chosen for c in s.collectives()]
 
-    def text(self) -> str:
-        """The whole program; equal for ranks that run the same."""
+    def text(self, lines: bool = True) -> str:
+        """The whole program: sections, with split, states and dim names of each value, then each distinct function.
+
+        Args:
+            lines: put the line of the user's that operators come from before them. Without, the text is equal for ranks
+                that run the same program, wherever their files lie.
+        """
         head = repr(self.mesh) if self.seed is None else f"{self.mesh!r}, random numbers of seed {self.seed}"
-        return "\n\n".join([head, *(s.text() for s in self.sections.values()), *(f.text() for f in self.funcs())])
+        return "\n\n".join([head, *(s.text() for s in self.sections.values()), *(f.text(lines) for f in self.funcs())])
 
     def fingerprint(self) -> str:
         """A hash of the text, compared between ranks before the first run."""
-        return hashlib.sha256(self.text().encode()).hexdigest()
+        return hashlib.sha256(self.text(lines=False).encode()).hexdigest()

@@ -1,8 +1,9 @@
 """Recording: runs a function on fake tensors and keeps its operators as an FX graph, far faster than make_fx."""
 
+import contextlib
 import dataclasses
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -13,6 +14,19 @@ from .draws import Drawing, Site
 from .errors import FeatherError, fail
 from .source import stack_of_user, this_line
 from .unit import Call, GlobalProgram, Unit
+
+_written_at = ""
+
+
+@contextlib.contextmanager
+def written_at(line: str) -> Iterator[None]:
+    """Operators recorded meanwhile are what the user's `line` became."""
+    global _written_at
+    before, _written_at = _written_at, line
+    try:
+        yield
+    finally:
+        _written_at = before
 
 
 class Recorder(TorchDispatchMode):
@@ -69,6 +83,8 @@ class Recorder(TorchDispatchMode):
         )
         if self.lines:
             n.meta["stack_trace"] = stack_of_user()
+        if _written_at:
+            n.meta["line"] = _written_at
         if isinstance(out, torch.Tensor):
             self.name(out, n)
             return
@@ -87,7 +103,8 @@ class Recorder(TorchDispatchMode):
                 env[n] = self.constants[n.target]
             elif n.op == "call_function":
                 args, kwargs = fx.node.map_arg((n.args, n.kwargs), env.__getitem__)
-                env[n] = n.target(*args, **kwargs)
+                with written_at(n.meta.get("line", "")):
+                    env[n] = n.target(*args, **kwargs)
         return [env[n] for n in self.graph.output_node().args[0]]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,5 +1,6 @@
 """The user's own source lines: recorded for each operator while a function is traced, read off nodes in messages."""
 
+import contextlib
 import functools as ft
 import inspect
 import linecache
@@ -18,6 +19,7 @@ from torch.fx import traceback as fx_traceback
 from . import tree
 
 _PACKAGE, *_OTHERS = (os.path.dirname(os.path.abspath(f)) + os.sep for f in (__file__, torch.__file__, optree.__file__))
+_OTHERS.append(contextlib.__file__)  # a function under a context manager is called from there
 _FRAME = re.compile(r'File "([^"]+)", line (\d+), in [^\n]*\n *([^\n]*)')
 UNKNOWN = "(source line not known)"
 
@@ -60,9 +62,16 @@ def is_machinery(file: str) -> bool:
 
 def _own_frame() -> FrameType | None:
     frame: FrameType | None = sys._getframe(2)
-    while frame is not None and is_machinery(frame.f_code.co_filename):
+    while frame is not None and (is_machinery(frame.f_code.co_filename) or _made_by_torch(frame)):
         frame = frame.f_back
     return frame
+
+
+def _made_by_torch(frame: FrameType) -> bool:
+    """Whether a frame is of code that torch wrote out and runs itself; a user's `python -c` is called by others."""
+    caller = frame.f_back
+    of_torch = caller is not None and caller.f_code.co_filename.startswith(_OTHERS[0])
+    return frame.f_code.co_filename == "<string>" and of_torch
 
 
 def note_line() -> None:

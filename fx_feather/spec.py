@@ -196,13 +196,15 @@ class Type:
         return self.show()
 
     def show(self, states: bool = False) -> str:
-        """The one notation, `bf16[4096@fsdp, 11008@tp]{partial=dp}`; with `states`, R axes too."""
+        """The one notation, `bf16[4096@fsdp, 11008@tp]{partial=dp}`; with `states`, R axes and dim names too."""
         dims = ", ".join(f"{n}{show_axes(a)}" for n, a in zip(self.shape, self.dims, strict=True))
         out = f"{_DTYPE_NAMES.get(self.dtype, str(self.dtype).removeprefix('torch.'))}[{dims}]"
         if self.partial:
             out += f"{{partial={','.join(sorted(self.partial))}}}"
         if states and self.replicated:
             out += f"{{R={','.join(sorted(self.replicated))}}}"
+        if states and self.names:
+            out += f" ({' '.join(self.names)})"
         return out
 
 

@@ -1,6 +1,9 @@
 """What a program says of itself: every function once, with its calls, collectives and bytes."""
 
+import itertools
+import linecache
 import re
+from typing import Any
 
 import torch
 
@@ -57,3 +60,40 @@ def test_what_runs_beside_a_collective_is_named() -> None:
     )
     (gather,) = (x for x in alone.explain().splitlines() if x.lstrip().startswith("layer.gather"))
     assert "beside" not in gather
+
+
+def test_the_text_has_the_users_lines_and_dim_names_and_the_fingerprint_no_line() -> None:
+    template = {"w": ff.Param("embed mlp", (4, 8)), "v": ff.Param("mlp embed", (8, 4))}
+
+    def compiled(source: str) -> ff.Step:
+        scope: dict[str, Any] = {"torch": torch}
+        linecache.cache["model.py"] = (len(source), None, source.splitlines(keepends=True), "model.py")
+        exec(compile(source, "model.py", "exec"), scope)
+        return ff.compile_step(
+            scope["loss"], ff.sgd(lr=0.1), template=template, mesh=ff.Mesh(dp=2, tp=2), batch=torch.ones(4, 4),
+            layout=layouts.fsdp("dp") | layouts.tp("tp"), batch_dims="batch embed",
+        )  # fmt: skip
+
+    source = """def loss(p, x):
+    h = x @ p["w"]
+    h = torch.relu(h)
+    return (h @ p["v"]).sum(), torch.tensor(4.0)
+"""
+    step = compiled(source)
+    text = step.program.text()
+    assert "f32[4@dp, 8@tp] (embed mlp)" in text
+    forward = text[text.index("loss.forward:") :].split("\n\n")[0].splitlines()
+    shown = [
+        (above.strip(), line.split(" = ")[-1].split("(")[0])
+        for above, line in itertools.pairwise(forward)
+        if "# " in above
+    ]
+    assert shown == [
+        ('# model.py:2: h = x @ p["w"]', "aten.mm.default"),
+        ("# model.py:3: h = torch.relu(h)", "aten.relu.default"),
+        ('# model.py:4: return (h @ p["v"]).sum(), torch.tensor(4.0)', "aten.mm.default"),
+    ]
+    assert "#" not in step.program.text(lines=False)
+    moved = compiled("\n\n" + source)
+    assert moved.program.fingerprint() == step.program.fingerprint()
+    assert moved.program.text() != text

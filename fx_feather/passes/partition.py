@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from ..collectives import pmax
+from ..record import written_at
 from ..rules import Local, OpCall
 from ..source import user_line
 from ..spec import Type
@@ -41,13 +42,14 @@ def partition(plan: Plan) -> LocalFn:
             if n.op == "get_attr":
                 env[n, 0] = plan.unit.constants[n.target]
             elif n in plan.steps:
-                step = plan.steps[n]
-                if isinstance(step, SubStep):
-                    out: Any = partition(step.plan)(*(env[r] for r in step.operands))
-                elif isinstance(step, RegionStep):
-                    out = step.region.local(*(get(r, t) for r, t in step.operands))
-                else:
-                    out = _compute(step, plan, [get(r, t) for r, t in step.operands], user_line(n))
+                step, line = plan.steps[n], user_line(n)
+                with written_at(line):
+                    if isinstance(step, SubStep):
+                        out: Any = partition(step.plan)(*(env[r] for r in step.operands))
+                    elif isinstance(step, RegionStep):
+                        out = step.region.local(*(get(r, t) for r, t in step.operands))
+                    else:
+                        out = _compute(step, plan, [get(r, t) for r, t in step.operands], line)
                 for i, x in enumerate(out if isinstance(out, (list, tuple)) else [out]):
                     env[n, i] = x
         return [get(r, t) for r, t in plan.outputs]
