@@ -86,7 +86,7 @@ def test_the_text_has_the_users_lines_and_dim_names_and_the_fingerprint_no_line(
     shown = [
         (above.strip(), line.split(" = ")[-1].split("(")[0])
         for above, line in itertools.pairwise(forward)
-        if "# " in above
+        if "# model.py" in above
     ]
     assert shown == [
         ('# model.py:2: h = x @ p["w"]', "aten.mm.default"),
