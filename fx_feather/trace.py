@@ -267,10 +267,13 @@ def _trace_block(trace: _Trace, fn: Callable[..., Any], what: str, leaves: list[
     return len(trace.blocks) - 1
 
 
-def trace_unit(flat: Callable[..., list[torch.Tensor]], avals: list[Aval], what: str) -> Unit:
-    """Traces a function of tensors, outside of any other trace, to one unit; blocks in it are part of it."""
+def trace_unit(flat: Callable[..., list[torch.Tensor]], avals: list[Aval], what: str, operators: bool = False) -> Unit:
+    """Traces a function of tensors, outside of any other trace, to one unit; blocks in it are part of it.
+
+    With `operators`, to the simple operators that composite ones are made of.
+    """
     with _disable_current_modes(), FakeTensorMode(allow_non_fake_inputs=True):
-        return _trace_unit(flat, avals, what)
+        return _trace_unit(flat, avals, what, operators)
 
 
 def _trace_unit(

@@ -2,7 +2,7 @@
 
 import operator
 import string
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -102,6 +102,26 @@ def _manual(plan: Plan, n: fx.Node, env: dict[fx.Node, Any]) -> list[Value]:
     return _results(plan, n, list(region.out_types))
 
 
+_KEEP_COUNTING = {
+    getattr(torch.ops.aten, name)
+    for name in ("alias", "detach", "clone", "to", "_to_copy", "unsqueeze", "view", "reshape", "lift_fresh_copy")
+}
+
+
+def counts(n: fx.Node) -> int | None:
+    """The dim along which a value of the program is 0, 1, 2, …, as `arange(n)` and `arange(n)[:, None]` are."""
+    x, shape = n, tuple(n.meta["val"].shape)
+    while getattr(x.target, "overloadpacket", None) in _KEEP_COUNTING and isinstance(x.args[0], fx.Node):
+        x = x.args[0]
+    start, step = {"default": (0, 1), "start": (x.args[0] if x.args else 0, 1)}.get(
+        getattr(x.target, "_overloadname", ""), (None, None)
+    )
+    if getattr(x.target, "overloadpacket", None) is not torch.ops.aten.arange or (start, step) != (0, 1):
+        return None
+    long = [d for d, size in enumerate(shape) if size != 1]
+    return long[0] if len(long) == 1 and not n.meta["val"].is_floating_point() else None
+
+
 def op_call(n: fx.Node) -> tuple[OpCall, list[fx.Node]]:
     """The call that a node makes, and the nodes of its tensor operands."""
     nodes: list[fx.Node] = []
@@ -110,7 +130,7 @@ def op_call(n: fx.Node) -> tuple[OpCall, list[fx.Node]]:
         if isinstance(x, fx.Node):
             nodes.append(x)
             val = x.meta["val"]
-            return Operand(len(nodes) - 1, tuple(val.shape), val.dtype)
+            return Operand(len(nodes) - 1, tuple(val.shape), val.dtype, counts(x))
         if isinstance(x, (list, tuple)):
             return [operand(y) for y in x] if isinstance(x, list) else tuple(operand(y) for y in x)
         return x
@@ -148,6 +168,8 @@ def _operator(plan: Plan, n: fx.Node, env: dict[fx.Node, Any], layout: Layout, w
     values: list[Value] = [env[a] for a in nodes]
     types = [v.logical for v in values]
     rule = lookup(call)
+    if rule is None and _composite(n.target) and any(t.sharded for t in types):
+        return _decomposed(plan, n, call, values, n.target, layout, where, operators=True)
     if rule is None:
         rule = _unruled(n, call, nodes, types, plan.mesh, where)
     sharding = _factors(rule, call, n, where)
@@ -155,8 +177,9 @@ def _operator(plan: Plan, n: fx.Node, env: dict[fx.Node, Any], layout: Layout, w
         solution = solve(sharding, types, plan.mesh)
     except Conflict as c:
         if c.kind in rule.decomposed_for and rule.decompose is not None:
-            return _decomposed(plan, n, call, values, rule, layout, where)
-        _ambiguous(n, call, nodes, sharding, types, c, plan.mesh, layout, where)
+            return _decomposed(plan, n, call, values, rule.decompose, layout, where)
+        advice = rule.advice if c.kind == "whole" else ""
+        _ambiguous(n, call, nodes, sharding, types, c, plan.mesh, layout, where, advice)
     names = _names(sharding, types)
     results = tuple(
         t.with_(dtype=o.dtype, shape=o.shape, names=tuple(names.get(d[0], "_") if d else "_" for d in factors))
@@ -187,21 +210,35 @@ def _names(s: Sharding, types: Sequence[Type]) -> dict[str, str]:
 
 
 def _decomposed(
-    plan: Plan, n: fx.Node, call: OpCall, values: list[Value], rule: Rule, layout: Layout, where: fx.Node | None
+    plan: Plan,
+    n: fx.Node,
+    call: OpCall,
+    values: list[Value],
+    decompose: Callable[..., Any],
+    layout: Layout,
+    where: fx.Node | None,
+    operators: bool = False,
 ) -> Any:
-    assert rule.decompose is not None
-    decompose = rule.decompose
-
     def flat(*tensors: torch.Tensor) -> list[torch.Tensor]:
         out = decompose(*fill(call.args, tensors), **fill(dict(call.kwargs), tensors))
         return list(out) if isinstance(out, (list, tuple)) else [out]
 
-    unit = trace_unit(flat, [Aval.of(a.meta["val"]) for a in op_call(n)[1]], str(n.target))
+    unit = trace_unit(flat, [Aval.of(a.meta["val"]) for a in op_call(n)[1]], str(n.target), operators)
     inner = propagate(
         unit, [plan.types[v.root] for v in values], plan.mesh, layout, [v.logical for v in values], where or n
     )
     plan.steps[n] = SubStep(inner, [v.root for v in values])
     return _results(plan, n, inner.out_types)
+
+
+def _composite(op: Any) -> bool:
+    """Whether torch itself makes an operator of others, so that it needs no rule of its own."""
+    return (
+        isinstance(op, torch._ops.OpOverload)
+        and torch.Tag.nondeterministic_seeded not in op.tags
+        and not op._schema.is_mutable
+        and op._can_decompose()
+    )
 
 
 def _unruled(
@@ -267,6 +304,7 @@ def _ambiguous(
     mesh: Mesh,
     layout: Layout,
     where: fx.Node | None,
+    advice: str,
 ) -> Any:
     made = {a: f", made at {user_line(a)}" for a in nodes if a.meta.get("stack_trace")}
     rows = [f"{label(a)}: {t} {_named(t)}{made.get(a, '')}" for a, t in zip(nodes, types, strict=True)]
@@ -293,7 +331,7 @@ def _ambiguous(
         got=f"{listing}\non {mesh!r}",
         number=conflict.detail,
         rule=_REASONS[conflict.kind],
-        fix=f"{fixes}\n(each was tried)" if tried else fixes,
+        fix=(f"{fixes}\n(each was tried)" if tried else fixes) + (f"\nor {advice}" if advice else ""),
     )
 
 

@@ -7,6 +7,7 @@ from . import batched as _batched
 from . import experts as _experts
 from . import image as _image
 from . import index as _index
+from . import linalg as _linalg
 from . import loss as _loss
 from . import matmul as _matmul
 from . import norm as _norm
@@ -29,7 +30,21 @@ from .solve import Conflict as Conflict
 from .solve import Solution as Solution
 from .solve import solve as solve
 
-FAMILIES = (_attention, _batched, _experts, _image, _index, _loss, _matmul, _norm, _random, _reduce, _view, _write)
+FAMILIES = (
+    _attention,
+    _batched,
+    _experts,
+    _image,
+    _index,
+    _linalg,
+    _loss,
+    _matmul,
+    _norm,
+    _random,
+    _reduce,
+    _view,
+    _write,
+)
 
 
 _pointwise_rule = ft.cache(_pointwise)

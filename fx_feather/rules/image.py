@@ -10,7 +10,7 @@ from ..errors import RuleError, fail
 from .batched import Shard, last
 from .pointwise import named, padding_harmless, sets, sizes_of
 from .reduce import wide
-from .rule import Factors, OpCall, Rule, Sharding, register
+from .rule import Dim, Factors, OpCall, Rule, Sharding, register
 
 for _n in (1, 2, 3):
     register(f"avg_pool{_n}d.default adaptive_avg_pool{_n}d.default", Rule(last(_n, linear=True), text="... !s -> ..."))
@@ -38,19 +38,33 @@ def _convolution(space: int, transposed: bool) -> Shard:
         x, weight, *bias = call.operands
         batch: Factors = (("n",),) if x.ndim == space + 2 else ()
         of_space, of_kernel = (tuple((f"{c}{i}",) for i in range(space)) for c in "sk")
-        of_x: Factors = (*batch, ("c",), *of_space)
-        grouped = call.arg(6, "groups", 1) != 1
-        # With groups the channels of an operand and of a kernel are not the same factor.
-        own = ("o", "c") if not grouped else ("p", "q")
-        of_weight: Factors = (*((f,) for f in (own[::-1] if transposed else own)), *of_kernel)
-        of_bias: tuple[Factors, ...] = ((("o",),),) if bias else ()
-        out: Factors = (*batch, ("o",), *((),) * space)
-        sizes = sizes_of((of_x, x.shape), (of_weight, weight.shape))
-        sizes["o"] = call.outs[0].shape[len(batch)]
+        groups = call.arg(6, "groups", 1)
+        # A group of channels goes with its own kernels.
+        c: Dim = ("c",) if groups == 1 else ("g", "c")
+        o: Dim = ("o",) if groups == 1 else ("g", "o")
+        kernel: Factors = (c, ("o",)) if transposed else (o, ("c",))
+        of_x: Factors = (*batch, c, *of_space)
+        of_weight: Factors = (*kernel, *of_kernel)
+        of_bias: tuple[Factors, ...] = ((o,),) if bias else ()
+        out: Factors = (*batch, o, *((),) * space)
+        channels = call.outs[0].shape[len(batch)]
+        sizes = {f: n for (f,), n in zip((*of_space, *of_kernel), (*x.shape[-space:], *weight.shape[2:]), strict=True)}
+        sizes |= {"c": x.shape[len(batch)] // groups, "o": channels // groups, "g": groups}
+        sizes |= {"n": x.shape[0]} if batch else {}
         whole = {f for dim in (*of_space, *of_kernel) for f in dim}
-        whole |= {"c", "o", "p", "q"} & set(sizes) if grouped else ({"c"} if bias else set())
+        whole |= {"c", "o"} if groups != 1 else {"c"} if bias else set()
+
+        def rewrite(args: tuple[Any, ...], kwargs: dict[str, Any], shapes: list[tuple[int, ...]]) -> Any:
+            own = groups * shapes[0][len(batch)] // channels
+            return (*args[:6], own, *args[7:]) if len(args) > 6 else args, kwargs | (
+                {"groups": own} if "groups" in kwargs else {}
+            )
+
         linear = sets([x, *bias], [weight, *bias])
-        return Sharding((of_x, of_weight, *of_bias), (out,), sizes, whole=frozenset(whole), linear=linear)
+        return Sharding(
+            (of_x, of_weight, *of_bias), (out,), sizes, whole=frozenset(whole), linear=linear,
+            rewrite=rewrite if groups != 1 else None,
+        )  # fmt: skip
 
     return shard
 

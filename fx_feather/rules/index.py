@@ -1,10 +1,13 @@
 """Rules of lookups: a looked-up dim that is split gives each rank the rows it holds, and zeros for others."""
 
+import dataclasses
+import functools as ft
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from ..collectives import axis_index
 from ..errors import RuleError, fail
 from .local import Local
 from .pointwise import named, sets, sizes_of
@@ -178,25 +181,45 @@ def _index(call: OpCall) -> Sharding:
     front = 0 if at != list(range(at[0], at[-1] + 1)) else at[0]
     of_x = named(x.shape)
     kept = [f for i, f in enumerate(of_x) if i not in at]
-    looked_up = tuple((f"j{i}",) for i in range(len(shape)))
+    # Where an index counts the places of its own dim, as `arange(n)` does, row goes with row: they are one factor.
+    paired: dict[int, int] = {}
+    for i, o in used:
+        k = len(shape) - o.ndim + o.counts if o.counts is not None else -1
+        if k >= 0 and shape[k] == x.shape[i] and k not in paired.values():
+            paired[i] = k
+    own = {k: f"d{i}" for i, k in paired.items()}
+    looked_up = tuple((own.get(k, f"j{k}"),) for k in range(len(shape)))
     out = (*kept[:front], *looked_up, *kept[front:])
     operands = [of_x]
     for _, o in used:
         lead = len(shape) - o.ndim
-        operands.append(tuple((f"j{lead + i}",) if n == shape[lead + i] else () for i, n in enumerate(o.shape)))
-    sizes = {**sizes_of((of_x, x.shape)), **{f"j{i}": n for i, n in enumerate(shape)}}
-    if len(used) > 1:
-        return Sharding(tuple(operands), (out,), sizes, whole=frozenset(f"d{i}" for i in at), linear=sets([x]))
-    factor = f"d{at[0]}"
+        operands.append(tuple(looked_up[lead + i] if n == shape[lead + i] else () for i, n in enumerate(o.shape)))
+    sizes = {**sizes_of((of_x, x.shape)), **{f: n for (f,), n in zip(looked_up, shape, strict=True)}}
 
     def lookup(local: Local, tensors: list[Tensor]) -> Tensor:
-        rows, hit = held(local, factor, tensors[1], wraps=True)
-        picked = torch.ops.aten.index.Tensor(tensors[0], [None] * at[0] + [rows])
-        shape = hit.shape + (1,) * (picked.ndim - at[0] - hit.ndim)
-        other = filler(local, factor, tensors[1], picked.dtype, wraps=True)
-        return torch.where(hit.reshape(shape), picked, other.reshape(shape))
+        rows: list[Tensor | None] = [None] * len(indices)
+        inside: list[Tensor] = []
+        others: list[Tensor] = []
+        for (i, o), index in zip(used, tensors[1:], strict=True):
+            rows[i] = index
+            if i in paired:
+                n = tensors[0].shape[i]
+                rows[i] = torch.arange(n, device=index.device).view([n if k == o.counts else 1 for k in range(o.ndim)])
+            elif local.axes(f"d{i}"):
+                rows[i], hit = held(local, f"d{i}", index, wraps=True)
+                inside.append(hit)
+                others.append(filler(local, f"d{i}", index, x.dtype, wraps=True))
+        picked = torch.ops.aten.index.Tensor(tensors[0], rows)
+        if not inside:
+            return picked
+        hit, other = ft.reduce(torch.logical_and, inside), ft.reduce(torch.add, others)
+        behind = (1,) * (len(kept) - front)
+        return torch.where(hit.reshape(hit.shape + behind), picked, other.reshape(other.shape + behind))
 
-    return Sharding(tuple(operands), (out,), sizes, linear=sets([x]), lower={factor: lookup})
+    return Sharding(
+        tuple(operands), (out,), sizes, linear=sets([x]), lower={f"d{i}": lookup for i in at if i not in paired},
+        run=lookup if paired else None,
+    )  # fmt: skip
 
 
 register("index.Tensor", Rule(_index, text="v ..., j -> j ..."))
@@ -266,7 +289,23 @@ def _index_add(call: OpCall) -> Sharding:
     return Sharding((of_x, (("j",),), of_source), (of_x,), sizes, whole=whole, linear=sets([x, source]))
 
 
-register("index_add.default", Rule(_index_add, text="!v ..., !j, !j ... -> !v ..."))
+def _added_to_zeros(call: OpCall) -> Sharding:
+    """Rows that are split are added by each rank to zeros, and then summed: the first rank has what they come to."""
+    plain, at = _index_add(call), call.dim(1)
+
+    def add(local: Local, operands: list[Tensor]) -> Tensor:
+        x, index, source = operands
+        first = axis_index(local.axes("j"), local.mesh.count(local.axes("j")), x.device) == 0
+        # Rows of padding are added to row 0: they are zeros by then.
+        rows = local.positions("j", x.device)[1]
+        index = torch.where(rows, index, 0)
+        source = torch.where(rows.view([-1 if i == at else 1 for i in range(source.ndim)]), source, 0)
+        return call.target(torch.where(first, x, 0), at, index, source, **call.kwargs)
+
+    return dataclasses.replace(plain, whole=plain.whole - {"j"}, lower={"j": add})
+
+
+register("index_add.default", Rule(_added_to_zeros, text="!v ..., j, j ... -> !v ..."))
 
 
 def _ranked(dim_at: int) -> Callable[[OpCall], Sharding]:

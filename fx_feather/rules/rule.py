@@ -14,11 +14,15 @@ Factors = tuple[Dim, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """Stands for the i-th tensor operand in the arguments of an operator call."""
+    """Stands for the i-th tensor operand in the arguments of an operator call.
+
+    `counts` is the dim along which its values are 0, 1, 2, …, if they are and it has no other dim but of size 1.
+    """
 
     index: int
     shape: tuple[int, ...]
     dtype: torch.dtype
+    counts: int | None = None
 
     @property
     def ndim(self) -> int:
@@ -101,6 +105,7 @@ class Rule:
             own arguments and returns its result or tuple of results.
         text: the pattern, for messages.
         decomposed_for: kinds of conflict (see `solve.Conflict`) that the decomposition settles.
+        advice: another way out than a `constrain`, where a factor must be whole and is split; for messages.
         vjp: from cotangents, results and the operator's own arguments, all local, to a gradient for each tensor among
             these; None where torch can differentiate the operator.
     """
@@ -109,6 +114,7 @@ class Rule:
     decompose: Callable[..., Any] | None = None
     text: str = ""
     decomposed_for: frozenset[str] = frozenset({"whole"})
+    advice: str = ""
     vjp: Callable[..., Any] | None = None
 
 

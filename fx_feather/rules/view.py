@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .index import held
 from .local import Local
 from .pointwise import broadcast, named, sets, sizes_of
 from .rule import Dim, Factors, OpCall, Operand, Rule, Sharding, register
@@ -236,8 +237,14 @@ def _cut(dim_at: int) -> Callable[[OpCall], Sharding]:
     return shard
 
 
-register("split.Tensor split.sizes split_with_sizes.default chunk.default", Rule(_cut(2), text="!d -> pieces"))
-register("tensor_split.sections tensor_split.indices", Rule(_cut(2), text="!d -> pieces"))
+#: A rank that has a part of a dim of several pieces end to end has no part of each piece.
+PIECES = (
+    'keep the pieces of a fused weight in a dim of their own, as in ff.Param("embed _ mlp", (d, 2, m)), '
+    'gate, up = torch.einsum("...d,dpm->...pm", x, w).unbind(-2): each is then split, and nothing is sent'
+)
+_CUT = Rule(_cut(2), text="!d -> pieces", advice=PIECES)
+register("split.Tensor split.sizes split_with_sizes.default chunk.default", _CUT)
+register("tensor_split.sections tensor_split.indices", _CUT)
 
 
 def _narrow(call: OpCall) -> Sharding:
@@ -252,12 +259,32 @@ def _narrow(call: OpCall) -> Sharding:
 register("slice.Tensor narrow.default narrow_copy.default", Rule(_narrow, text="!d -> piece"))
 
 
-def _dropping(call: OpCall) -> Sharding:
-    at = call.dim(1)
-    return _own_dims(call, {at}, lambda f, o: (*f[:at], *f[at + 1 :]))
+def _dropping(places: Callable[[OpCall, int], list[int]], several: bool) -> Callable[[OpCall], Sharding]:
+    """Shard function of an operator that gives places of one dim, without that dim.
+
+    Of a split dim the rank that holds a place gives it, and others give zeros: a pending sum.
+    """
+
+    def shard(call: OpCall) -> Sharding:
+        at, x = call.dim(1), call.operands[0]
+        plain = _own_dims(call, {at}, lambda f, o: (*f[:at], *f[at + 1 :]))
+        if x.dtype == torch.bool:  # which has no sums
+            return plain
+
+        def pick(local: Local, operands: list[Tensor]) -> Any:
+            index = torch.tensor(places(call, x.shape[at]), device=operands[0].device)
+            rows, inside = held(local, f"d{at}", index)
+            inside = inside.view([-1 if i == at else 1 for i in range(x.ndim)])
+            picked = torch.where(inside, operands[0].index_select(at, rows), 0)
+            return list(picked.unbind(at)) if several else picked.squeeze(at)
+
+        return dataclasses.replace(plain, whole=frozenset(), lower={f"d{at}": pick})
+
+    return shard
 
 
-register("select.int unbind.int", Rule(_dropping, text="!d ... -> ..."))
+register("select.int", Rule(_dropping(lambda call, n: [call.arg(2, "index") % n], False), text="d ... -> ..."))
+register("unbind.int", Rule(_dropping(lambda call, n: list(range(n)), True), text="d ... -> ..."))
 
 
 def _mixing(dims_at: int) -> Callable[[OpCall], Sharding]:
@@ -292,7 +319,7 @@ def _glu(call: OpCall) -> Sharding:
     return dataclasses.replace(_own_dims(call, {at}, lambda f, o: (*f[:at], (), *f[at + 1 :])), linear=())
 
 
-register("glu.default", Rule(_glu, text="!d -> half"))
+register("glu.default", Rule(_glu, text="!d -> half", advice=PIECES))
 register("flip.default", Rule(_mixing(1), text="!d -> !d"))
 register("roll.default", Rule(_mixing(2), text="!d -> !d"))
 

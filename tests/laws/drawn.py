@@ -67,13 +67,14 @@ REDUCED = [
     "({x} + 2).std({d}, keepdim={k})",
     "{x}.amax({d}, keepdim={k}).exp()",
     "torch.linalg.vector_norm({x} + 2, 1, dim={d}, keepdim={k})",
-    "({x} > 0).sum({d}, keepdim={k}) * 0.5",
+    "({x} > 0).sum({d}, keepdim={k}).to({x}.dtype) * 0.5",
 ]
 #: Over one dim.
 ONE = [
     "({x} * 0.3 + 1).prod({d}, keepdim={k})", "{x}.max({d}, keepdim={k})[0]", "{x}.min({d}, keepdim={k})[0]",
-    "{x}.argmax({d}, keepdim={k}) * 0.5", "{x}.topk(2, {d})[0].sum({d}, keepdim={k})",
+    "{x}.argmax({d}, keepdim={k}).to({x}.dtype) * 0.5", "{x}.topk(2, {d})[0].sum({d}, keepdim={k})",
     "torch.take_along_dim({x}, {x}.argmin({d}, keepdim=True), {d}).sum({d}, keepdim={k})",
+    "torch.linalg.norm({x} + 2, dim={d}, keepdim={k})",
 ]  # fmt: skip
 ALONG = [
     "torch.softmax({x}, {d})", "torch.log_softmax({x}, {d})", "F.layer_norm({x}, {x}.shape[-1:])", "{x}.flip({d})",
@@ -259,7 +260,9 @@ class Writer:
             self.write("view", f"{name}.reshape({name}.shape)", dims, name)
 
     def _index(self) -> None:
-        kind = self.pick(["table", "select", "slice", "chunk", "pick", "one_hot", "pad", "take", "rotate"])
+        kind = self.pick([
+            "table", "select", "slice", "chunk", "pick", "one_hot", "pad", "take", "rotate", "rows", "each",
+        ])  # fmt: skip
         if kind == "table":
             w = self.value(lambda dims: len(dims) == 2 and dims[0] == ("vocab", SIZES["vocab"]))
             if w is not None:
@@ -275,6 +278,16 @@ class Writer:
                     "-F.cross_entropy({x}.flatten(0, 1), batch['ids'].flatten(), reduction='none').view({x}.shape[:2])",
                 ])  # fmt: skip
                 self.write("index", form.format(x=x[0]), x[1][:2], x[0])
+            return
+        if kind == "rows":
+            x = self.value(lambda dims: len(dims) > 1 and [d[0] for d in dims[:2]] == ["batch", "seq"])
+            if x is not None:
+                n = f"torch.arange({x[0]}.shape[0])"
+                one = f"{x[0]}[{n}, batch['ids'][:, 0] % {SIZES['seq']}]"
+                several = f"{x[0]}[{n}[:, None], batch['ids'] % {SIZES['seq']}]"
+                if self.draw(st.booleans()):
+                    return self.write("index", one, (x[1][0], *x[1][2:]), x[0])
+                self.write("index", several, x[1], x[0])
             return
         if kind == "one_hot":
             hot = f"F.one_hot(batch['ids'], {SIZES['vocab']}).to(batch['x'].dtype)"
@@ -293,7 +306,9 @@ class Writer:
         i = self.draw(st.integers(0, len(dims) - 1))
         if dims[i][1] < 2:
             return
-        if kind == "select":
+        if kind == "each" and dims[i][1] < 9:
+            self.write("index", f"torch.stack({name}.unbind({i})[::-1], {i})", dims, name)
+        elif kind == "select":
             self.write("index", f"{name}.select({i}, {dims[i][1] - 1})", (*dims[:i], *dims[i + 1 :]), name)
         elif kind == "slice":
             short = ("_", dims[i][1] - 1)

@@ -27,6 +27,9 @@ class Arg:
             return torch.randn(self.shape, generator=g, dtype=torch.complex128)
         if self.kind in ("positive", "constant"):
             return torch.rand(self.shape, generator=g, dtype=torch.float64) * 0.8 + 0.1
+        if self.kind == "definite":
+            x = torch.randn(self.shape, generator=g, dtype=torch.float64)
+            return x @ x.mT + torch.eye(self.shape[-1], dtype=torch.float64)
         numbers = torch.randint(0, self.below, self.shape, generator=g)
         return numbers.bool() if self.kind == "bool" else numbers
 
@@ -51,11 +54,15 @@ def c(*shape: int) -> Arg:
     return Arg(shape, "constant")
 
 
+def spd(*shape: int) -> Arg:
+    return Arg(shape, "definite")
+
+
 Sample = tuple[Callable[..., Any], list[Arg]]
 SAMPLES: dict[str, list[Sample]] = {}
 
 
-def add(name: str, *args: Any, fn: Callable[..., Any] | None = None, **kwargs: Any) -> None:
+def add(name: str, *args: Any, **kwargs: Any) -> None:
     """One sample: an operator's arguments, with `Arg`s (also in lists) for tensors."""
     found: list[Arg] = []
 
@@ -545,3 +552,32 @@ for _name in ("fft2", "ifft2", "rfft2", "irfft2", "fftn", "ifftn", "rfftn", "irf
 
 # Their results hold whatever is in memory.
 UNDEFINED = {"aten.empty_like.default", "aten.empty.memory_format", "aten.new_empty.default"}
+
+# Matrices, with an inverse and a root: a batch over all but the last two dims.
+for _shape in [(3, 3), (4, 2, 2), (2, 5, 3, 3)]:
+    for _name in ("det", "inv", "cholesky", "eigvalsh", "svdvals", "matrix_exp", "slogdet", "eigh", "qr", "svd"):
+        add(f"linalg_{_name}.default", spd(*_shape))
+    for _name in ("det", "inverse", "cholesky", "logdet", "matrix_exp", "slogdet"):
+        add(f"{_name}.default", spd(*_shape))
+    add("linalg_matrix_power.default", f(*_shape), 3)
+    add("matrix_power.default", f(*_shape), 2)
+    add("linalg_pinv.default", spd(*_shape), 1e-15)
+    add("linalg_pinv.atol_rtol_tensor", spd(*_shape))
+    add("linalg_solve.default", spd(*_shape), f(*_shape[:-1], 2))
+    add("linalg_solve.default", spd(*_shape), f(*_shape[:-1]))
+add("linalg_cross.default", f(4, 3), f(4, 3))
+add("linalg_cross.default", f(5, 1, 3), f(1, 4, 3))
+add("linalg_cross.default", f(3, 4), f(3, 4), dim=0)
+add("cross.default", f(4, 3), f(4, 3), 1)
+add("cross.default", f(5, 3, 2), f(5, 3, 2))
+add("bilinear.default", f(4, 2), f(4, 3), f(5, 2, 3))
+add("bilinear.default", f(2, 4, 2), f(2, 4, 3), f(5, 2, 3), f(5))
+# Groups of channels that go to different ranks.
+for _bias in ([], [f(6)]):
+    add("conv1d.default", f(3, 6, 5), f(6, 1, 3), *(_bias or [None]), [1], [1], [1], 6)
+    add("conv2d.default", f(3, 8, 3, 3), f(6, 4, 2, 2), *(_bias or [None]), [1, 1], [0, 0], [1, 1], 2)
+    add("conv_transpose1d.default", f(3, 4, 5), f(4, 3, 2), *(_bias or [None]), [1], [0], [0], 2)
+# Several indices, and rows that go with rows.
+add("index.Tensor", f(7, 4, 5), [i(7, 3), i(4, 3)])
+add("index.Tensor", f(7, 4, 5), [None, i(4, 3), i(5, 3)])
+add("index.Tensor", f(7, 4, 5), [i(7, 3, 1), None, i(5, 2)])

@@ -206,10 +206,10 @@ def _traced_once():
     """A decomposition is traced once, not once for each split."""
     seen: dict[Any, Any] = {}
 
-    def cached(flat: Any, avals: Any, label: str) -> Any:
-        key = (label, tuple(avals), repr([c.cell_contents for c in flat.__closure__ or ()]))
+    def cached(flat: Any, avals: Any, label: str, operators: bool) -> Any:
+        key = (label, operators, tuple(avals), repr([c.cell_contents for c in flat.__closure__ or ()]))
         if key not in seen:
-            seen[key] = trace_unit(flat, avals, label)
+            seen[key] = trace_unit(flat, avals, label, operators)
         return seen[key]
 
     with pytest.MonkeyPatch.context() as patch:
