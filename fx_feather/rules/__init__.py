@@ -4,6 +4,7 @@ import functools as ft
 
 from . import attention as _attention
 from . import batched as _batched
+from . import cut as _cut
 from . import experts as _experts
 from . import image as _image
 from . import index as _index
@@ -33,6 +34,7 @@ from .solve import solve as solve
 FAMILIES = (
     _attention,
     _batched,
+    _cut,
     _experts,
     _image,
     _index,
