@@ -12,6 +12,7 @@ from .layout import Store as Store
 
 # What a model is written with: parameters, named dims, repeated blocks.
 from .param import Param as Param
+from .param import given as given
 from .param import init as init
 from .param import normal as normal
 from .param import ones as ones
@@ -22,6 +23,7 @@ from .trace import block as block
 from .trace import constrain as constrain
 from .scan import associative_scan as associative_scan
 from .scan import scan as scan
+from .module import from_module as from_module
 
 # Compiling and running.
 from .compiler import Compiled as Compiled

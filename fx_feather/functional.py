@@ -1,6 +1,7 @@
 """Functional graphs: what a function writes over memory of its own becomes values, through all views of it."""
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
@@ -169,6 +170,10 @@ class _Functional:
         read = {s for a in n.all_input_nodes for s in _memory(a)}
         if n.op in ("placeholder", "get_attr"):
             self._copy(n, self._given(n))
+        elif n.target is operator.getitem and n.args[0] not in self.copies:
+            # One of several results, of which another is a view of what is written over.
+            self.env[n] = self.env[n.args[0]][n.args[1]]
+            self._flow(n, _memory(n))
         elif n.target in _DETACH and read & self.over:
             self._detach(n)
         elif written(n) or _memory(n) & read & self.over:

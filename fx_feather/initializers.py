@@ -129,3 +129,25 @@ class ones:
     def block(self, generator: torch.Generator, n: int, dtype: torch.dtype) -> Tensor:
         """`n` values; see `Initializer.block`."""
         return torch.ones(n, dtype=dtype, device="cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class given:
+    """Values that are there already, such as those of a module or a file.
+
+    >>> given(torch.zeros(3, 4))
+    given(float32, (3, 4))
+    """
+
+    values: Tensor
+
+    def __repr__(self) -> str:
+        return f"given({str(self.values.dtype).removeprefix('torch.')}, {tuple(self.values.shape)})"
+
+    def block(self, generator: torch.Generator, n: int, dtype: torch.dtype) -> Tensor:
+        """All values, if there are `n`; a part of more is taken by its place, see `at`."""
+        return self.at(0, n, dtype)
+
+    def at(self, start: int, n: int, dtype: torch.dtype) -> Tensor:
+        """`n` values from a place in row-major order on."""
+        return self.values.detach().reshape(-1)[start : start + n].to(device="cpu", dtype=dtype, copy=True)

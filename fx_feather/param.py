@@ -11,6 +11,7 @@ from torch import Tensor
 from . import tree
 from .errors import ShapeError, fail, message, raise_all
 from .initializers import Initializer as Initializer
+from .initializers import given as given
 from .initializers import normal as normal
 from .initializers import ones as ones
 from .initializers import truncated_normal as truncated_normal
@@ -112,6 +113,13 @@ class Param:
                 "rule": "initial values are made in blocks by the initialiser",
                 "fix": "init=ff.normal(0.02), or zeros(), ones(), uniform(low, high), truncated_normal(std)",
             }
+        if isinstance(self.init, given) and tuple(self.init.values.shape) != shape:
+            yield {
+                "got": f"init={self.init!r} and shape {shape}",
+                "number": f"values of shape {tuple(self.init.values.shape)} for a parameter of shape {shape}",
+                "rule": "given values are those of the whole parameter",
+                "fix": f"shape={tuple(self.init.values.shape)}, or values of the parameter's shape",
+            }
         random = isinstance(self.init, normal | truncated_normal | uniform)
         if not isinstance(self.dtype, torch.dtype) or (random and not self.dtype.is_floating_point):
             yield {
@@ -166,6 +174,8 @@ def initial_block(param: Param, path: str, seed: int, index: int) -> Tensor:
     of BLOCK elements, fewer in the last block.
     """
     n = min(BLOCK, param.numel - index * BLOCK)
+    if isinstance(param.init, given):
+        return param.init.at(index * BLOCK, n, param.dtype)
     generator = torch.Generator(device="cpu")
     if not isinstance(param.init, zeros | ones):
         key = f"{seed}\0{path}\0{index}".encode()

@@ -45,7 +45,7 @@ FLOORS = (
     {"rules"},
     {"unit", "source", "pure", "memory", "constants", "random_ops", "draws", "random"},
     {"record", "functional", "trace"},
-    {"nn", "models", "optim", "scan"},
+    {"nn", "models", "optim", "scan", "module"},
     {"program"},
     {"passes"},
     {"transport"},

@@ -1,4 +1,4 @@
-"""Rules of operators that only move elements: views, permutations, joining and cutting, and factories."""
+"""Rules of operators that only move elements: views, permutations, joins, and factories."""
 
 import math
 from collections.abc import Callable, Sequence

@@ -150,6 +150,22 @@ def test_any_program_is_itself_in_any_layout(group: int, request: pytest.Fixture
     assert compared["all"] >= COMPARED * drawn["all"], f"{compared['all']} of {drawn['all']} programs were compared"
 
 
+#: The smallest programs in which the law found a fault.
+FOUND = [
+    """def loss_fn(p, batch):
+    v = p['up'].clone()
+    v.mul_(1.5)
+    return F.huber_loss(p['up'], v.expand_as(p['up']), reduction='sum'), torch.tensor(4.0)
+""",
+]
+
+
+@pytest.mark.parametrize("source", FOUND)
+@pytest.mark.parametrize("layout", ["single", "tp"])
+def test_what_was_found(source: str, layout: str) -> None:
+    assert check(Program(source, ()), ff.Mesh(a=2), KINDS[layout]("a") | ff.Layout(unused_ok=True), 1, "none")
+
+
 #: A scale by a sum of a split parameter, and an entropy over a vocabulary that does not divide.
 KNOWN = """def loss_fn(p, batch):
     h = batch['x'] @ (p['up'] * p['up'].abs().mean().clamp(min=1e-5))
