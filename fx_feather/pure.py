@@ -4,7 +4,6 @@ import contextlib
 import operator
 import re
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, NoReturn, TypeVar
 
@@ -16,13 +15,13 @@ from torch._subclasses.fake_tensor import (
     FakeTensor,
     UnsupportedOperatorException,
 )
-from torch.autograd.function import BackwardCFunction
 from torch.fx import traceback as fx_traceback
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.overrides import TorchFunctionMode
 
 from . import tree
 from .errors import FeatherError, RuleError, ShapeError, fail
+from .functions import OPERATOR, Functions, seen_functions
 from .random_ops import refuse_generator
 from .source import is_machinery, line_of, note_line, this_line, user_line
 
@@ -236,62 +235,8 @@ def _refuse_hook(name: str, what: str) -> NoReturn:
         got="a hook on a gradient",
         number=f"1 call of {name} would be lost: a trace holds operators and no autograd graph",
         rule="what happens to a gradient on its way back belongs to an operator, which is recorded by its name",
-        fix=_OPERATOR.format(name="my_op"),
+        fix=OPERATOR.format(name="my_op"),
     )
-
-
-_OPERATOR = (
-    '@torch.library.custom_op("mylib::{name}", mutates_args=()) above its forward, and register_fake for its shapes;\n'
-    'ff.rule("mylib::{name}", "... -> ...", vjp=fn) with fn(ct, result, *args) -> gradients of its tensor operands'
-)
-
-
-def _refuse_function(cls: type) -> NoReturn:
-    name = cls.__name__
-    snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower()
-    fail(
-        FeatherError,
-        call=f"{name}.apply at {this_line()}",
-        got=f"the torch.autograd.Function {cls.__module__}.{cls.__qualname__} in a function that is traced",
-        number="its backward would be lost: only the operators of its forward are recorded",
-        rule="a trace holds operators, each with its own vjp; a handwritten backward has to belong to one",
-        fix="ff.block(fn), compiled with remat='full'"
-        if cls.__module__ == "torch.utils.checkpoint"
-        else _OPERATOR.format(name=snake),
-    )
-
-
-_threads = threading.local()
-_lock = threading.Lock()
-_watching = 0
-
-
-def _begin(self: Any, *args: Any, **kwargs: Any) -> None:
-    """In the place of BackwardCFunction.__init__: each call of a Function makes one, however `apply` was reached."""
-    # Inside of an operator nothing is recorded, and it may do what it likes.
-    watched = getattr(_threads, "depth", 0) and get_proxy_mode() is not None
-    cls = self._forward_cls
-    # A torch.func transform wraps each Function in one of its own, and calls the Function itself further down.
-    ours = (__name__.partition(".")[0], "torch._functorch")
-    if watched and not any((cls.__module__ + ".").startswith(name + ".") for name in ours):
-        _refuse_function(cls)
-
-
-@contextlib.contextmanager
-def _no_functions() -> Iterator[None]:
-    global _watching
-    _threads.depth = getattr(_threads, "depth", 0) + 1
-    with _lock:
-        _watching += 1
-        BackwardCFunction.__init__ = _begin  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        _threads.depth -= 1
-        with _lock:
-            _watching -= 1
-            if not _watching:
-                del BackwardCFunction.__init__
 
 
 @contextlib.contextmanager
@@ -313,6 +258,8 @@ def _known_operators(what: str) -> Iterator[None]:
     except UnsupportedOperatorException as e:
         _refuse_shapeless(str(e.func.name()).partition(".")[0], f"{what}, at {line_of(e)}")
     except RuntimeError as e:
+        if "must override the setup_context" in str(e):
+            _refuse_formula(what, line_of(e), "a torch.autograd.Function without setup_context in a transform")
         if "no fake impl registered" not in str(e):
             raise
         _refuse_shapeless(str(e).partition("CustomOpDef(")[2].partition(")")[0], f"{what}, at {line_of(e)}")
@@ -329,7 +276,9 @@ def _refuse_shapeless(name: str, where: str) -> NoReturn:
     )
 
 
-def watched(fn: Callable[..., Any], what: str, region: bool = False) -> Callable[..., Any]:
+def watched(
+    fn: Callable[..., Any], what: str, functions: Functions | None = None, region: bool = False
+) -> Callable[..., Any]:
     """`fn`, to be traced: operators remember the user's line, and what a trace would lose is refused.
 
     Operators under `torch.no_grad` or `torch.inference_mode` have no gradient in the trace either.
@@ -337,16 +286,23 @@ def watched(fn: Callable[..., Any], what: str, region: bool = False) -> Callable
     Args:
         fn: the function.
         what: its name in messages.
+        functions: what a call of a torch.autograd.Function gives, from the class and its arguments; they are refused
+            without.
         region: whether its trace sees through torch.func transforms, as one of simple operators does.
 
     Raises:
-        FeatherError: code that depends on the values of tensors, which a trace doesn't know; a torch.autograd.Function;
-            a gradient taken inside.
+        FeatherError: code that depends on the values of tensors, which a trace doesn't know; a torch.autograd.Function
+            inside of a transform; a gradient taken inside.
         RuleError: an operator that doesn't say the shapes of its results.
     """
 
     def run(*args: Any) -> Any:
-        with _known_operators(what), fx_traceback.preserve_node_meta(), _no_functions(), _Traced(what, region):
+        with (
+            _known_operators(what),
+            fx_traceback.preserve_node_meta(),
+            seen_functions(functions),
+            _Traced(what, region),
+        ):
             return fn(*args)
 
     return run

@@ -3,30 +3,31 @@
 import contextlib
 import dataclasses
 import functools as ft
-import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx, track_tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
 from torch.utils._python_dispatch import _disable_current_modes
 
 from . import tree
 from .constants import Frozen, freeze
+from .custom import emit, operands_of, results_of
 from .draws import Drawing, Key, Site, lower_graph, no_plain_run, plain_call
 from .functional import without_writes
 from .identity import identity
 from .pure import check_outputs, check_recorded, lowered, transforming, transforms, watched
 from .record import CallRecorder, place, record_unit
-from .source import label, labels, note_line, noted_line
+from .source import label, labels
 from .spec import check_names
 from .unit import Aval, GlobalProgram, Region, Unit, cut, merge_equal
 
 _library = torch.library.Library("fx_feather", "FRAGMENT")
 _library.define("constrain(Tensor x, str dims) -> Tensor")
 _library.define("block(Tensor[] args, int id, int rows) -> Tensor[]")
+_library.define("custom(Tensor[] args) -> Tensor[]")
 _library.define("region(Tensor[] args, int id) -> Tensor[]")
 # A constraint copies, since an alias would be hidden from the trace. The partitioner removes the copy.
 _library.impl("constrain", lambda x, dims: x.clone(), "CompositeExplicitAutograd")
@@ -72,6 +73,16 @@ class _Trace:
 
 
 _current: _Trace | None = None
+
+
+@contextlib.contextmanager
+def _inside(trace: _Trace) -> Iterator[None]:
+    """Within, a block is part of what calls it."""
+    before, trace.inside = trace.inside, True
+    try:
+        yield
+    finally:
+        trace.inside = before
 
 
 def _block_outputs(args: list[torch.Tensor], id: int, rows: int) -> list[torch.Tensor]:
@@ -145,8 +156,7 @@ class Block:
         >>> block(torch.add).each([(1, torch.tensor(1)), (2, torch.tensor(2))])
         [tensor(2), tensor(4)]
         """
-        # A block in a block is part of it: the outer one is the unit.
-        # So is one in a transform of torch.func, which hides its values from the outer trace.
+        # A block in a block is part of it, as is one in a transform of torch.func, which hides its values from here.
         if _current is None or _current.inside or transforming():
             return [plain_call(self.fn, row) for row in rows]
         alike: dict[Any, list[_Row]] = {}
@@ -198,26 +208,20 @@ class _Row(NamedTuple):
 
 
 def _emit_block(tensors: list[torch.Tensor], id: int, rows: int) -> list[torch.Tensor]:
-    assert _current is not None
-    if _current.calls is not None:
+    if _current is not None and _current.calls is not None:
         return _current.calls.call(id, tensors, rows, lambda: _block_outputs(tensors, id, rows))
     # The nodes are made by hand: parameters that come straight from outside need none, and the dispatcher has no say.
-    tracer = get_proxy_mode().tracer
-    # A tensor from outside becomes a value of the trace.
-    tensors = [x if isinstance(x, FakeTensor) else torch.ops.aten.alias(x) for x in tensors]
-    known = [tracer.tensor_tracker.get(x) for x in tensors]
-    operands = [x if k is None else k.proxy.node for x, k in zip(tensors, known, strict=True)]
+    operands = operands_of(tensors)
     nodes = [x for x in operands if isinstance(x, fx.Node)]
-    node = tracer.graph.call_function(torch.ops.fx_feather.block.default, (nodes, id, rows))
+    node = get_proxy_mode().tracer.graph.call_function(torch.ops.fx_feather.block.default, (nodes, id, rows))
     node.meta["operands"] = operands
-    note_line()
-    out = _block_outputs(tensors, id, rows)
-    with torch._C.DisableTorchFunction():  # else each question about a size is one for the modes of the trace
-        for i, x in enumerate(out):
-            item = tracer.graph.call_function(operator.getitem, (node, i))
-            item.meta |= {"val": x, "stack_trace": noted_line()}
-            track_tensor(x, fx.Proxy(item, tracer), constant=None, tracer=tracer)
-    return out
+    return results_of(node, _block_outputs(tensors, id, rows))
+
+
+def _function(cls: type, args: Sequence[Any]) -> Any:
+    """A call of a `torch.autograd.Function` in a trace; a block in it is part of it."""
+    with _inside(_current or _Trace(None)):
+        return emit(cls, args, trace_unit)
 
 
 def block(fn: Callable[..., Any], name: str | None = None) -> Block:
@@ -254,14 +258,10 @@ def _trace_block(trace: _Trace, fn: Callable[..., Any], what: str, leaves: list[
         with torch.enable_grad():
             return [torch.ops.aten.alias(x) for x in outs]
 
-    trace.inside = True
-    try:
-        # The block is traced by itself: none of the modes of the outer trace may see its operators.
-        with _disable_current_modes(), trace.mode or contextlib.nullcontext():
-            label_of = labels(fn, treedef)
-            unit = _trace_unit(flat, avals, what, trace.calls is not None, lambda i: label_of(at[i]))
-    finally:
-        trace.inside = False
+    # The block is traced by itself: none of the modes of the outer trace may see its operators.
+    with _inside(trace), _disable_current_modes(), trace.mode or contextlib.nullcontext():
+        label_of = labels(fn, treedef)
+        unit = _trace_unit(flat, avals, what, trace.calls is not None, lambda i: label_of(at[i]))
     trace.blocks.append(unit)
     trace.outs.append(([Aval.of(n.meta["val"]) for n in unit.outputs], out_tree))
     return len(trace.blocks) - 1
@@ -306,9 +306,9 @@ def _trace_graph(
     if simple:
         # Below autograd, where a transform has become the operators that it stands for; composite ones have as well.
         with transforms(f"{what}(...)"):
-            gm = make_fx(watched(flat, f"{what}(...)", region=True), _allow_non_fake_inputs=True)(*fakes)
+            gm = make_fx(watched(flat, f"{what}(...)", _function, region=True), _allow_non_fake_inputs=True)(*fakes)
     else:
-        gm = make_fx(watched(flat, f"{what}(...)"), pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
+        gm = make_fx(watched(flat, f"{what}(...)", _function), pre_dispatch=True, _allow_non_fake_inputs=True)(*fakes)
     check_recorded(gm.graph, f"{what}(...)")
 
     draws = lower_graph(gm, key)

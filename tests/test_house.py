@@ -43,7 +43,7 @@ FLOORS = (
     {"effect"},
     {"collectives", "kernels"},
     {"rules"},
-    {"unit", "source", "pure", "memory", "constants", "random_ops", "draws", "random"},
+    {"unit", "source", "functions", "pure", "memory", "constants", "custom", "random_ops", "draws", "random"},
     {"record", "functional", "trace"},
     {"nn", "models", "optim", "scan", "module"},
     {"program"},

@@ -8,10 +8,10 @@ import torch
 
 from ..collectives import pmax
 from ..record import written_at
-from ..rules import Local, OpCall
+from ..rules import Local, OpCall, by_hand
 from ..source import user_line
 from ..spec import Type
-from .plan import OpStep, Plan, RegionStep, Root, SubStep
+from .plan import CustomStep, OpStep, Plan, RegionStep, Root, SubStep
 from .reshard import Step, steps, take
 
 LocalFn = Callable[..., list[torch.Tensor]]
@@ -46,6 +46,8 @@ def partition(plan: Plan) -> LocalFn:
                 with written_at(line):
                     if isinstance(step, SubStep):
                         out: Any = partition(step.plan)(*(env[r] for r in step.operands))
+                    elif isinstance(step, CustomStep):
+                        out = _by_hand(step, [get(r, t) for r, t in step.operands])
                     elif isinstance(step, RegionStep):
                         out = step.region.local(*(get(r, t) for r, t in step.operands))
                     else:
@@ -55,6 +57,21 @@ def partition(plan: Plan) -> LocalFn:
         return [get(r, t) for r, t in plan.outputs]
 
     return local
+
+
+def _by_hand(step: CustomStep, tensors: list[torch.Tensor]) -> Any:
+    forward, backward = partition(step.forward), partition(step.backward)
+
+    def vjp(cts: Any, outs: Any, *given: torch.Tensor) -> list[torch.Tensor | None]:
+        wanted = [ct for i, ct in enumerate(cts) if i not in step.fixed]
+        grads = iter(backward(*given, *outs, *wanted))
+        return [next(grads) if x.is_floating_point() or x.is_complex() else None for x in given]
+
+    def run(*xs: torch.Tensor) -> list[torch.Tensor]:
+        # What comes out as it came in would be saved twice, under one name.
+        return [torch.ops.aten.alias(y) for y in forward(*xs)]
+
+    return by_hand(run, vjp, tensors)
 
 
 _NEUTRAL = {"sum": 0.0, "max": float("-inf"), "min": float("inf")}

@@ -55,6 +55,17 @@ class SubStep:
 
 
 @dataclasses.dataclass
+class CustomStep:
+    """A function with a backward of its own: a plan of each. Operands are converted to the types that both take."""
+
+    forward: "Plan"
+    backward: "Plan"
+    operands: list[tuple[Root, Type]]
+    #: Numbers of the results that have no gradient.
+    fixed: frozenset[int]
+
+
+@dataclasses.dataclass
 class Plan:
     """A unit with a type for every value; `partition` turns it into the program of one rank."""
 
@@ -62,7 +73,7 @@ class Plan:
     mesh: Mesh
     inputs: list[Root]
     types: dict[Root, Type]
-    steps: dict[fx.Node, OpStep | RegionStep | SubStep]
+    steps: dict[fx.Node, OpStep | RegionStep | SubStep | CustomStep]
     outputs: list[tuple[Root, Type]]
 
     @property
@@ -122,7 +133,7 @@ class Plan:
         self.assume(root, compute.with_(replicated=self.varying(root) - compute.sharded))
 
 
-def _is_unary(step: OpStep | RegionStep) -> TypeGuard[OpStep]:
+def _is_unary(step: OpStep | RegionStep | CustomStep) -> TypeGuard[OpStep]:
     """Whether an operator has one operand: of the same value everywhere it makes the same value everywhere.
 
     What is R before it is R after it, since its vjp is linear in the cotangent: a partial one stays partial.

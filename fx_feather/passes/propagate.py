@@ -18,7 +18,7 @@ from ..source import label, user_line
 from ..spec import Type
 from ..trace import trace_unit
 from ..unit import Aval, Unit
-from .plan import OpStep, Plan, RegionStep, Root, SubStep, Value
+from .plan import CustomStep, OpStep, Plan, RegionStep, Root, SubStep, Value
 
 
 def propagate(
@@ -74,6 +74,8 @@ def propagate(
                 env[n] = _constrain(n, env[n.args[0]], mesh, layout)
             case _ if n.target is torch.ops.fx_feather.region.default:
                 env[n] = _manual(plan, n, env)
+            case _ if n.target is torch.ops.fx_feather.custom.default:
+                env[n] = _custom(plan, n, env, layout, where)
             case _:
                 env[n] = _operator(plan, n, env, layout, where)
     return plan
@@ -120,6 +122,24 @@ def counts(n: fx.Node) -> int | None:
         return None
     long = [d for d, size in enumerate(shape) if size != 1]
     return long[0] if len(long) == 1 and not n.meta["val"].is_floating_point() else None
+
+
+def _custom(plan: Plan, n: fx.Node, env: dict[fx.Node, Any], layout: Layout, where: fx.Node | None) -> list[Value]:
+    custom, values = n.meta["function"], [env[a] for a in n.args[0]]
+    split = frozenset(a for v in values for a in (*v.logical.sharded, *v.logical.replicated))
+    # Sums are resolved before it. What differs between ranks in one operand does so in the gradients of all.
+    types = [
+        v.logical.with_(partial=frozenset(), replicated=frozenset(split - v.logical.sharded)) for v in values
+    ]  # fmt: skip
+    forward = propagate(custom.forward, types, plan.mesh, layout, None, where or n)
+    cts = [t.cotangent() for i, t in enumerate(forward.out_types) if i not in custom.fixed]
+    backward = propagate(custom.backward, [*types, *forward.out_types, *cts], plan.mesh, layout, None, where or n)
+    wanted = [t.cotangent() for t in types if t.dtype.is_floating_point or t.dtype.is_complex]
+    backward.outputs = [(root, t) for (root, _), t in zip(backward.outputs, wanted, strict=True)]
+    plan.steps[n] = CustomStep(
+        forward, backward, [(v.root, t) for v, t in zip(values, types, strict=True)], custom.fixed
+    )
+    return _results(plan, n, forward.out_types)
 
 
 def op_call(n: fx.Node) -> tuple[OpCall, list[fx.Node]]:

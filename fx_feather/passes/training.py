@@ -186,9 +186,10 @@ def gradient_sections(
                 waiting = 0
 
         seed_type = results[0].cotangent()
-        seed = s.small(
-            lambda: [torch.ones((), dtype=seed_type.dtype, device=s.funcs.device)], [], seed_type, "seed", seed_type
-        )
+        same = seed_type.with_(partial=frozenset())
+        seed = s.small(lambda: [torch.ones((), dtype=same.dtype, device=s.funcs.device)], [], same, "seed", same)
+        if seed_type.partial:  # of a loss that is R, whose cotangents are added up: one rank has it
+            (seed,) = s.convert([seed], [seed_type], "seed")
         s.run_backward(f, {loss: seed}, collect, reshard)
         grads = [sums[g] if g in sums else _zeros(s, wanted[i]) for i, g in enumerate(program.inputs[:n])]
         outs = [f.values[o] for o in program.outputs]

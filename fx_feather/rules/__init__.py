@@ -17,6 +17,7 @@ from . import reduce as _reduce
 from . import view as _view
 from . import write as _write
 from .handwritten import Handwritten as Handwritten
+from .handwritten import by_hand as by_hand
 from .handwritten import call_operator as call_operator
 from .local import Local as Local
 from .pattern import rule as rule

@@ -77,7 +77,8 @@ class _Pulled(torch.autograd.Function):
         grads = call.vjp(wanted[0] if single else tuple(wanted), outs[0] if single else outs, *args, **kwargs)
         checked = _checked(call.target, tensors, grads)
         pairs = [(g, x) for g, x in zip(checked, tensors, strict=True) if x.is_floating_point()]
-        return tuple(torch.zeros_like(x) if g is None else g for g, x in pairs)
+        # A cotangent that is handed on as it came is an operand that is returned, which torch does not save.
+        return tuple(torch.zeros_like(x) if g is None else torch.ops.aten.alias(g) for g, x in pairs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
