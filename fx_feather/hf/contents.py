@@ -150,7 +150,7 @@ def match(
 
 def _bounded(folder: Path, config: Any, found: Mapping[str, Entry]) -> None:
     """Refuses a config of many more layers or experts than there are tensors, before they are listed one by one."""
-    routed = config.layers - getattr(config, "dense_layers", 0)
+    routed = config.layers - getattr(config, "dense_layers", 0) - len(getattr(config, "dense", ()))
     least = config.layers + max(0, routed) * getattr(config, "experts", 0)
     if least <= len(found) + 1000:
         return

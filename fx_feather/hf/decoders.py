@@ -80,15 +80,19 @@ def moe_parts(cfg: mixtral.MixtralConfig, words: tuple[str, dict[str, str]]) -> 
     """Where the parameters of a Mixtral or a Qwen3 with experts lie."""
     block, names = words
 
-    def one(layer: str) -> dict[str, Any]:
+    def one(i: int) -> dict[str, Any]:
+        layer = f"model.layers.{i}"
         own = attention(layer, cfg.embed, cfg.heads, cfg.kv_heads, cfg.head_size, cfg.qk_norm)
+        if i in cfg.dense:
+            dense = swiglu(f"{layer}.mlp", cfg.embed, cfg.mlp or 0)
+            return norms(layer, cfg.embed) | {"attention": own, "mlp": dense}
         moe = {
             "router": {"weight": turned(f"{layer}.{block}.gate.weight", cfg.experts, cfg.embed)},
             "experts": experts(f"{layer}.{block}.experts", cfg.experts, cfg.embed, cfg.expert_mlp, names),
         }
         return norms(layer, cfg.embed) | {"attention": own, "moe": moe}
 
-    return around(cfg, [one(f"model.layers.{i}") for i in range(cfg.layers)])
+    return around(cfg, [one(i) for i in range(cfg.layers)])
 
 
 _PLAIN: Json = {
@@ -130,6 +134,7 @@ QWEN3_MOE: Json = {
     "moe_intermediate_size": 768,
     "num_experts": 128,
     "num_experts_per_tok": 8,
+    "intermediate_size": 6144,
     "norm_topk_prob": False,
 }
 """What a missing key means, family by family: the defaults of its own config class."""
@@ -252,8 +257,6 @@ def mixtral_json(cfg: mixtral.MixtralConfig, source: Json) -> Json:
 def qwen3_moe_config(s: Settings) -> qwen3_moe.Qwen3MoEConfig:
     """The config of a Qwen3 with experts."""
     s.only("use_sliding_window", False, default=False)
-    s.only("decoder_sparse_step", 1, default=1)
-    s.only("mlp_only_layers", [], None, default=None)
     fields = _shared(s, 10000.0) | {
         "expert_mlp": s.get("moe_intermediate_size"),
         "experts": s.get("num_experts", "num_local_experts"),
@@ -262,13 +265,31 @@ def qwen3_moe_config(s: Settings) -> qwen3_moe.Qwen3MoEConfig:
         "normalize": s.flag("norm_topk_prob"),
         "penalties": _penalties(s),
     }
+    fields["dense"] = _dense_layers(s, fields["layers"])
+    if fields["dense"]:
+        fields["mlp"] = s.get("intermediate_size")
     s.raise_all()
     return qwen3_moe.Qwen3MoEConfig(**fields)
+
+
+def _dense_layers(s: Settings, layers: Any) -> tuple[int, ...]:
+    """The layers without experts: those of `mlp_only_layers`, and all but every `decoder_sparse_step`-th."""
+    listed, step = s.json.get("mlp_only_layers") or [], s.json.get("decoder_sparse_step", 1)
+    if not isinstance(listed, list) or any(type(i) is not int for i in listed):
+        s.offend("mlp_only_layers", "it is no list of whole numbers", "it numbers the layers without experts, from 0")
+        return ()
+    if type(step) is not int or step < 1:
+        s.offend("decoder_sparse_step", f"{step!r} is no whole number above 0", "every so many layers one has experts")
+        return ()
+    if type(layers) is not int:
+        return ()
+    return tuple(i for i in range(min(layers, 1 << 16)) if i in listed or (i + 1) % step)
 
 
 def qwen3_moe_json(cfg: qwen3_moe.Qwen3MoEConfig, source: Json) -> Json:
     """The settings of a Qwen3 with experts."""
     return _shared_json(cfg, source) | {
+        **({} if cfg.mlp is None else {"intermediate_size": cfg.mlp}),
         "moe_intermediate_size": cfg.expert_mlp,
         "num_experts": cfg.experts,
         "num_local_experts": cfg.experts,
@@ -276,6 +297,6 @@ def qwen3_moe_json(cfg: qwen3_moe.Qwen3MoEConfig, source: Json) -> Json:
         "norm_topk_prob": cfg.normalize,
         **_penalties_json(cfg),
         "decoder_sparse_step": 1,
-        "mlp_only_layers": [],
+        "mlp_only_layers": list(cfg.dense),
         "use_sliding_window": False,
     }

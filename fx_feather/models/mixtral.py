@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from fx_feather.nn import attention, balance, cache, embed, moe, norm, router
+from fx_feather.nn import attention, balance, cache, embed, mlp, moe, norm, router
 from fx_feather.nn.balance import Penalties, Statistics
 from fx_feather.nn.rope_scaling import Scaling
 from fx_feather.param import Param
@@ -32,6 +32,8 @@ class MixtralConfig:
         expert_mlp: size of an expert's hidden layer.
         experts: number of experts.
         top_k: experts a token.
+        dense: numbers of the layers, from 0, that have one feed-forward block in place of experts.
+        mlp: size of the hidden layer of those.
         head_dim: size of one head, even; without it `embed / heads`.
         rope_theta: base of the rotary wavelengths.
         rope_scaling: for texts longer than those of training, from `fx_feather.nn.rope_scaling`.
@@ -61,6 +63,8 @@ class MixtralConfig:
     expert_mlp: int
     experts: int
     top_k: int = 2
+    dense: tuple[int, ...] = ()
+    mlp: int | None = None
     head_dim: int | None = None
     rope_theta: float = 1000000.0
     rope_scaling: Scaling | None = None
@@ -77,6 +81,14 @@ class MixtralConfig:
         problems = Problems(self)
         problems.sizes("vocab layers embed heads kv_heads expert_mlp experts top_k")
         problems.sizes("head_dim", optional=True)
+        problems.sizes("mlp", optional=not self.dense)
+        if not {*self.dense} <= {*range(self.layers)} or len({*self.dense}) != len(self.dense):
+            problems.offend(
+                "dense layers",
+                f"layers {sorted({*self.dense} - {*range(self.layers)}) or 'named twice'} are not there once",
+                "dense layers are some of all layers, which are numbered from 0",
+                f"dense={tuple(sorted({*self.dense} & {*range(self.layers)}))}",
+            )
         problems.constants("rope_theta norm_eps init_std")
         problems.constants("capacity_factor", optional=True)
         problems.dtype()
@@ -106,22 +118,26 @@ def template(cfg: MixtralConfig) -> dict[str, Any]:
         "dtype": cfg.dtype,
     }
 
-    def one_layer() -> dict[str, Any]:
-        return {
+    def one_layer(i: int) -> dict[str, Any]:
+        params = {
             "attention_norm": norm.rms_template(cfg.embed, dtype=cfg.dtype),
             "attention": attention.template(
                 cfg.embed, cfg.heads, cfg.kv_heads, cfg.head_size, qk_norm=cfg.qk_norm, **starts
             ),
             "mlp_norm": norm.rms_template(cfg.embed, dtype=cfg.dtype),
+        }
+        if i in cfg.dense:
+            return params | {"mlp": mlp.template(cfg.embed, cfg.mlp or 0, **starts)}
+        return params | {
             "moe": {
                 "router": router.template(cfg.embed, cfg.experts, std=cfg.init_std, dtype=cfg.dtype),
                 "experts": moe.template(cfg.embed, cfg.expert_mlp, cfg.experts, **starts),
-            },
+            }
         }
 
     params: dict[str, Any] = {
         "embed": embed.template(cfg.vocab, cfg.embed, std=cfg.init_std, dtype=cfg.dtype),
-        "layers": [one_layer() for _ in range(cfg.layers)],
+        "layers": [one_layer(i) for i in range(cfg.layers)],
         "norm": norm.rms_template(cfg.embed, dtype=cfg.dtype),
     }
     if not cfg.tied:
@@ -145,10 +161,24 @@ def layer(
     cfg: MixtralConfig, p: dict[str, Any], x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None
 ) -> tuple[Tensor, Statistics]:
     """One block; arguments as for `fx_feather.models.llama.layer`."""
-    h = norm.rms_norm(p["attention_norm"], x, cfg.norm_eps)
-    x = x + attention.attention(p["attention"], h, cos, sin, mask, eps=cfg.norm_eps)
+    x = _attended(cfg, p, x, cos, sin, mask)
     out, statistics = feed(cfg, p["moe"], norm.rms_norm(p["mlp_norm"], x, cfg.norm_eps))
     return x + out, statistics
+
+
+def dense_layer(
+    cfg: MixtralConfig, p: dict[str, Any], x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """One block with one feed-forward block; arguments as for `fx_feather.models.llama.layer`."""
+    x = _attended(cfg, p, x, cos, sin, mask)
+    return x + mlp.swiglu(p["mlp"], norm.rms_norm(p["mlp_norm"], x, cfg.norm_eps))
+
+
+def _attended(
+    cfg: MixtralConfig, p: dict[str, Any], x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None
+) -> Tensor:
+    h = norm.rms_norm(p["attention_norm"], x, cfg.norm_eps)
+    return x + attention.attention(p["attention"], h, cos, sin, mask, eps=cfg.norm_eps)
 
 
 def hidden(
@@ -156,8 +186,9 @@ def hidden(
 ) -> tuple[Tensor, list[Statistics]]:
     """The normed stream after the last block, and what each router did; arguments as for `forward`."""
     args = decoder.turns(params, positions, documents, cfg.head_size, cfg.rope_theta, cfg.rope_scaling)
-    run = block(ft.partial(layer, cfg), name="layer")
-    return decoder.hidden(params, tokens, [run] * cfg.layers, args, cfg.norm_eps)
+    run, dense = block(ft.partial(layer, cfg), name="layer"), block(ft.partial(dense_layer, cfg), name="dense_layer")
+    layers = [dense if i in cfg.dense else run for i in range(cfg.layers)]
+    return decoder.hidden(params, tokens, layers, args, cfg.norm_eps)
 
 
 def forward(
@@ -188,7 +219,8 @@ def extend_layer(
     h = norm.rms_norm(p["attention_norm"], x, cfg.norm_eps)
     out, now = attention.cached(p["attention"], h, cos, sin, where, kept, eps=cfg.norm_eps)
     x = x + out
-    return x + feed(cfg, p["moe"], norm.rms_norm(p["mlp_norm"], x, cfg.norm_eps))[0], now
+    h = norm.rms_norm(p["mlp_norm"], x, cfg.norm_eps)
+    return x + (feed(cfg, p["moe"], h)[0] if "moe" in p else mlp.swiglu(p["mlp"], h)), now
 
 
 def extend(

@@ -38,7 +38,10 @@ EXPERTS: dict[str, tuple[Any, Any]] = {
         mixtral,
         mixtral.MixtralConfig(**GROUPED, expert_mlp=6, experts=4, penalties=EVERY, capacity_factor=0.7),
     ),
-    "qwen3 moe": (qwen3_moe, qwen3_moe.Qwen3MoEConfig(**GROUPED, expert_mlp=6, experts=6, top_k=3)),
+    "qwen3 moe": (
+        qwen3_moe,
+        qwen3_moe.Qwen3MoEConfig(**GROUPED | {"layers": 2}, expert_mlp=6, experts=6, top_k=3, dense=(1,), mlp=8),
+    ),
     "deepseek v2": (deepseek_v2, deepseek_v2.DeepSeekV2Config(**LATENT, q_rank=None, groups=4, top_groups=2)),
     "deepseek v3": (
         deepseek_v3,

@@ -27,7 +27,7 @@ FAMILIES = {
     "qwen3": (qwen3, qwen3.Qwen3Config(**GROUPED, mlp=6)),
     "gpt2": (gpt2, gpt2.GPT2Config(**WIDE, context=9, layers=2, embed=8, heads=2, mlp=6)),
     "mixtral": (mixtral, mixtral.MixtralConfig(**GROUPED, expert_mlp=6, experts=4, capacity_factor=0.5)),
-    "qwen3 moe": (qwen3_moe, qwen3_moe.Qwen3MoEConfig(**GROUPED, expert_mlp=6, experts=6, top_k=3)),
+    "qwen3 moe": (qwen3_moe, qwen3_moe.Qwen3MoEConfig(**GROUPED, expert_mlp=6, experts=6, top_k=3, dense=(0,), mlp=8)),
     "deepseek v2": (deepseek_v2, deepseek_v2.DeepSeekV2Config(**LATENT, q_rank=None, groups=4, top_groups=2)),
     "deepseek v3": (deepseek_v3, deepseek_v3.DeepSeekV3Config(**LATENT, q_rank=6, rope_scaling=YARN)),
 }

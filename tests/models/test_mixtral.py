@@ -44,6 +44,25 @@ def test_qwen3_moe(normalize, tmp_path):
     packed_equals_alone(model, params, 19)
 
 
+@pytest.mark.parametrize(("only", "step", "dense"), [([0], 1, (0,)), ([], 2, (0, 2)), ([3], 2, (0, 2, 3))])
+def test_qwen3_moe_with_dense_layers_in_between(only, step, dense, tmp_path):
+    config = Qwen3MoeConfig(
+        **SIZES | {"num_hidden_layers": 4}, head_dim=6, intermediate_size=20, moe_intermediate_size=8, num_experts=8,
+        num_experts_per_tok=3, norm_topk_prob=True, output_router_logits=True, router_aux_loss_coef=0.1,
+        mlp_only_layers=only, decoder_sparse_step=step,
+    )  # fmt: skip
+    model, params = check(Qwen3MoeForCausalLM, config, tmp_path, 19)
+    assert model.config.dense == dense
+    assert ["mlp" in p for p in params["layers"]] == [i in dense for i in range(4)]
+    packed_equals_alone(model, params, 19)
+
+
+@pytest.mark.parametrize("wrong", [{"dense": (2,), "mlp": 4}, {"dense": (1, 1), "mlp": 4}, {"dense": (1,)}])
+def test_dense_layers_that_are_not_there(wrong):
+    with pytest.raises(ShapeError, match=r"dense|mlp"):
+        mixtral.MixtralConfig(vocab=8, layers=2, embed=8, heads=2, kv_heads=1, expert_mlp=4, experts=2, **wrong)
+
+
 TINY = mixtral.MixtralConfig(
     vocab=19, layers=3, embed=8, heads=2, kv_heads=1, expert_mlp=6, experts=4, dtype=torch.float64, init_std=0.3
 )
