@@ -76,12 +76,11 @@ def check_programs(text: str, mesh: Mesh, everyone: Everyone) -> None:
 
 def check_numbers(call: str, numbers: Mapping[str, int | None], ranks: Sequence[int], everyone: Everyone) -> None:
     """Raises RankError if numbers that ranks should have in common differ; `ranks` are those that are compared."""
-    form = f"={len(numbers)}q{len(numbers)}?"
-    own = [0 if n is None else n & (1 << 62) - 1 for n in numbers.values()]
-    found = [struct.unpack(form, x) for x in everyone(struct.pack(form, *own, *(n is None for n in numbers.values())))]
-    k = len(numbers)
+    # A seed is any whole number: of one beyond 255 bits the low ones are compared.
+    own = b"".join(b"-" + bytes(32) if n is None else b"+" + (n % (1 << 256)).to_bytes(32) for n in numbers.values())
+    found = everyone(own)
     for i, name in enumerate(numbers):
-        values = [None if x[k + i] else x[i] for x in found]
+        values = [_number(x[33 * i : 33 * i + 33]) for x in found]
         if len(set(values)) > 1:
             usual = Counter(values).most_common(1)[0][0]
             first = values.index(usual)
@@ -94,6 +93,10 @@ def check_numbers(call: str, numbers: Mapping[str, int | None], ranks: Sequence[
                 rule="all ranks take the same steps from the same start: otherwise their parts are of different runs",
                 fix=_FIXES[name],
             )
+
+
+def _number(x: bytes) -> int | None:
+    return None if x[:1] == b"-" else int.from_bytes(x[1:], signed=True)
 
 
 _FIXES = {

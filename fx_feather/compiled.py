@@ -35,7 +35,7 @@ def _device(device: str | None) -> str:
     return device or ("cuda" if torch.cuda.is_available() else "cpu")
 
 
-def _check_device(device: str | None) -> None:
+def _check_device(device: Any) -> None:
     there = ("cpu", "cuda") if torch.cuda.is_available() else ("cpu",)
     # Told here: deep in a trace, a device that is not there may end the process.
     good = OneOf(there, none=True)
@@ -79,6 +79,7 @@ class Common:
             {"backend": backend},
             [("backend", OneOf(BACKENDS), f"the backends are {', '.join(BACKENDS)}", "backend='eager'")],
         )
+        device = str(device) if isinstance(device, torch.device) else device
         _check_device(device)
         self.backend = backend
         _check_kinds(mesh, layout)

@@ -1,11 +1,14 @@
 """Reach: which values need a cotangent, which get one, and of what type the gradient of a parameter is meanwhile."""
 
 from collections.abc import Sequence
+from typing import NoReturn
 
 import torch
 
+from ..errors import FeatherError, ShapeError, fail
 from ..layout import ParamTypes
 from ..pure import takes_gradient
+from ..source import UNKNOWN, user_line
 from ..spec import Type
 from ..unit import GlobalProgram, Unit
 
@@ -20,6 +23,41 @@ def needs_gradient(program: GlobalProgram, roots: set[int]) -> dict[int, bool]:
             known[key] = _reached_outputs(program.units[call.unit], key[1])
         needs.update(zip(call.outs, known[key], strict=True))
     return needs
+
+
+def check_reached(program: GlobalProgram, needs: dict[int, bool]) -> None:
+    """Raises an error if no gradient comes from the loss of a program, or if one would come from its count."""
+    loss, count = program.outputs[:2]
+    if needs[count]:
+        _refuse_count()
+    if not needs[loss] and any(needs[g] for g in program.inputs):
+        fail(
+            FeatherError,
+            call=f"loss_fn(params, batch) -> (sum, count), whose sum is made at {_made_at(program, loss)}",
+            got="a sum that no parameter reaches",
+            number="every gradient would be 0",
+            rule="the gradient is that of the sum by the parameters",
+            fix="take out the detach(), torch.no_grad() or whole numbers between the parameters and the sum",
+        )
+
+
+def _made_at(program: GlobalProgram, value: int) -> str:
+    for call in (row for c in program.calls for row in c.split()):
+        if value in call.outs:
+            return user_line(program.units[call.unit].outputs[call.outs.index(value)])
+    return UNKNOWN
+
+
+def _refuse_count() -> NoReturn:
+    fail(
+        ShapeError,
+        call="loss_fn(params, batch) -> (sum, count)",
+        got="a count that depends on the parameters",
+        number="its gradient would be lost: sum and count are added up over ranks and microbatches before one divides",
+        rule="the gradient is that of the sum, divided by the count of the whole batch, which is a constant",
+        fix="return total, count.detach() if the count is only to normalise, or a sum of quotients of its own: "
+        "return (total / count) * batch_size, batch_size",
+    )
 
 
 def _reached_outputs(unit: Unit, needs: Sequence[bool]) -> list[bool]:

@@ -4,7 +4,7 @@ import dataclasses
 import functools as ft
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
@@ -22,7 +22,7 @@ from ..unit import GlobalProgram, Unit, avals
 from .numbers import Numbers, checked
 from .order import by_output
 from .parts import at_its_use, in_parts
-from .reach import gradient_type, needs_gradient, reached_by_cotangents
+from .reach import check_reached, gradient_type, needs_gradient, reached_by_cotangents
 from .results import finished
 from .results import resolved as resolved
 from .stitch import Stitcher
@@ -140,8 +140,7 @@ def gradient_sections(
         so_far = s.like(before or ())
         sums = dict(zip(program.inputs[:n], so_far, strict=False))
         needs = needs_gradient(program, {g for i, g in enumerate(program.inputs[:n]) if i not in params.frozen})
-        if needs[program.outputs[1]]:
-            _refuse_count()
+        check_reached(program, needs)
         loss = program.outputs[0]
         s.run_forward(f, needs, reached_by_cotangents(program, needs, {loss}))
         position = {g: i for i, g in enumerate(program.inputs[:n])}
@@ -209,18 +208,6 @@ def gradient_sections(
 def key_types(program: GlobalProgram) -> list[Type]:
     """Types of the keys that a program draws by: its last inputs."""
     return [Type(torch.int64, (2,), ((),))] * len(program.drawn)
-
-
-def _refuse_count() -> NoReturn:
-    fail(
-        ShapeError,
-        call="loss_fn(params, batch) -> (sum, count)",
-        got="a count that depends on the parameters",
-        number="its gradient would be lost: sum and count are added up over ranks and microbatches before one divides",
-        rule="the gradient is that of the sum, divided by the count of the whole batch, which is a constant",
-        fix="return total, count.detach() if the count is only to normalise, or a sum of quotients of its own: "
-        "return (total / count) * batch_size, batch_size",
-    )
 
 
 def _zeros(s: Stitcher, t: Type) -> int:
