@@ -40,6 +40,11 @@ def check_used(
             dims = [d for d, axes in table.items() if axis in as_axes(axes)]
             if dims and mesh[axis] > 1 and not there & set(dims) and not {axis, *dims} & set(allowed):
                 problems.append(_unused(axis, mesh, where, dims, sorted(there - {"_"})))
+    acted = {d for table in layout.tables() for d in table}
+    for d in sorted((of_params | set(values)) - acted - {"_", *DIM_NAMES, *allowed}):
+        close = difflib.get_close_matches(d, sorted(acted), n=1, cutoff=0.86)
+        if close and d.rstrip("_0123456789") != close[0]:
+            problems.append(_misspelt(d, close[0], [path for path, names in params.items() if d in names]))
     named = {a for t in layout.tables() for axes in t.values() for a in as_axes(axes)}
     for axis in mesh.axes:
         if mesh[axis] > 1 and axis not in {*named, *allowed, *manual}:
@@ -57,6 +62,16 @@ def check_used(
                 )
             )
     raise_all(LayoutError, problems)
+
+
+def _misspelt(d: str, close: str, paths: Sequence[str]) -> str:
+    return message(
+        call="compile(..., layout=...)",
+        got=f"a dim named {d!r} of " + (", ".join(f"params{p}" for p in paths[:3]) or "the batch or a constrain"),
+        number=f"no layout acts on {d!r}, and it is all but {close!r}",
+        rule="a dim is split by its name: one that is misspelt stays whole without a word",
+        fix=f"{close!r} in its place, or Layout(..., unused_ok=({d!r},)) if that is meant",
+    )
 
 
 def _unused(axis: str, mesh: Mesh, where: str, dims: Sequence[str], there: Sequence[str]) -> str:

@@ -78,3 +78,25 @@ def test_an_axis_of_per_rank_code_alone_is_used() -> None:
     ff.compile(
         doubled, template=NAMED, mesh=mesh, layout=layouts.ddp("dp"), batch=torch.ones(4, 4), batch_dims="batch embed"
     )
+
+
+@pytest.mark.parametrize(
+    ("name", "ok"),
+    [("embd", False), ("embedd", False), ("embed2", True), ("hidden", True), ("kv_head", True), ("embed", True)],
+)
+def test_a_misspelt_dim_of_one_leaf(name, ok):
+    template = {"a": ff.Param("embed mlp", (4, 4)), "b": ff.Param(f"{name} _", (4, 4))}
+
+    def compiled(layout):
+        return ff.compile(
+            lambda p, x: x @ (p["a"] + p["b"].t()), template=template, mesh=ff.Mesh(dp=2), layout=layout,
+            batch=torch.ones(4, 4), batch_dims="batch _",
+        )  # fmt: skip
+
+    if ok:
+        compiled(layouts.fsdp("dp"))
+        return
+    with pytest.raises(LayoutError, match=f"{name}.* of params..b") as e:
+        compiled(layouts.fsdp("dp"))
+    assert "'embed' in its place" in str(e.value)
+    compiled(layouts.fsdp("dp") | ff.Layout(unused_ok=(name,)))
