@@ -64,13 +64,8 @@ def _beside(section: Section) -> dict[Func, list[str]]:
         if waits[i.func]:
             first = min((used.get(v, end) for outs in i.outs for v in outs), default=end)
             between = [j.func for j in section.instrs[k + 1 : first]]
-            found.setdefault(i.func, {}).update(dict.fromkeys(f.name for f in between if _computes(f)))
+            found.setdefault(i.func, {}).update(dict.fromkeys(f.name for f in between if f.computes))
     return {f: list(names) for f, names in found.items()}
-
-
-def _computes(func: Func) -> bool:
-    """Whether a function is a unit of the model, and no conversion between units."""
-    return func.name.endswith((".forward", ".backward"))
 
 
 def _folded(calls: list[tuple[Func, int]]) -> list[tuple[tuple[Func, int], int]]:

@@ -20,12 +20,14 @@ BY_OP: dict[Any, Collective] = {c.op: c for c in reversed(COLLECTIVES.values()) 
 class Func:
     """One local graph: its placeholders are local tensors, its output is a list of nodes.
 
-    Equal functions of a program are one object, so that whoever compiles them does so once.
+    Equal functions of a program are one object, so that whoever compiles them does so once. `computes` says that it is
+    a unit of the model, forward or backward, and no conversion between units.
     """
 
     name: str
     graph: fx.Graph
     constants: dict[str, torch.Tensor] = dataclasses.field(default_factory=dict)
+    computes: bool = False
 
     def collectives(self) -> Iterator["CollectiveNode"]:
         """The collectives of this graph, in order, local data movements left out."""

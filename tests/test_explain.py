@@ -97,3 +97,17 @@ def test_the_text_has_the_users_lines_and_dim_names_and_the_fingerprint_no_line(
     moved = compiled("\n\n" + source)
     assert moved.program.fingerprint() == step.program.fingerprint()
     assert moved.program.text() != text
+
+
+def test_an_evaluation_says_what_runs_beside_what() -> None:
+    tokens = torch.zeros(4, 4, dtype=torch.long)
+    batch = {"tokens": tokens, "targets": tokens, "positions": tokens}
+
+    def evaluated(params: Any, batch: Any) -> Any:
+        return llama.loss(CFG)(params, batch)[0]
+
+    f = ff.compile(
+        evaluated, template=llama.template(CFG), mesh=ff.Mesh(fsdp=2), layout=layouts.fsdp("fsdp"), batch=batch
+    )
+    (line,) = [x for x in f.explain().splitlines() if x.strip().startswith("layer.gather")]
+    assert line.endswith("beside evaluated, layer"), line

@@ -296,9 +296,9 @@ def _cut(whole: Func, n_in: int, n_out: int, diff: list[int], with_ct: list[int]
         return {n.target: whole.constants[n.target] for n in graph.nodes if n.op == "get_attr"}
 
     return LocalUnit(
-        Func(f"{whole.name}.forward", fwd, constants(fwd)),
+        Func(f"{whole.name}.forward", fwd, constants(fwd), computes=True),
         n_out,
-        Func(f"{whole.name}.backward", bwd, constants(bwd)),
+        Func(f"{whole.name}.backward", bwd, constants(bwd), computes=True),
         keeps,
         tuple(with_ct),
         tuple(diff),

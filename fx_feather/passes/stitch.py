@@ -92,7 +92,8 @@ class Funcs:
         local, name, key = partition(plan), plan.unit.name, (id(plan), tuple(places), tuple(needs), tuple(cts))
         if not (any(needs) and any(cts)):
             if key not in self.units:
-                self.units[key] = LocalUnit(trace_local(local, places, self.device, name), len(plan.out_types))
+                func = dataclasses.replace(trace_local(local, places, self.device, name), computes=True)
+                self.units[key] = LocalUnit(func, len(plan.out_types))
             return self.units[key]
         for policy in REMAT if isinstance(self.remat, int) else [self.remat]:
             if (key, policy) not in self.units:
