@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 
 import fx_feather as ff
@@ -219,3 +220,35 @@ def test_parameters_without_values_or_gradients_and_blocks_that_are_not_there() 
     assert ff.from_module(empty, dims, init=ff.normal(0.1)).template["embed.weight"].init == ff.normal(0.1)
     with pytest.raises(ff.FeatherError, match="matches no submodule"):
         ff.from_module(Transformer(), dims, blocks="layer.*")
+
+
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "tp"])
+def test_a_model_of_transformers_is_itself(layout: str) -> None:
+    """As it is published: Llama, whose norms and turns are computed in float32."""
+    config = transformers.LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, bos_token_id=1, eos_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    module = transformers.LlamaForCausalLM(config).double()
+    dims = {
+        "*embed_tokens.weight": "vocab embed", "lm_head.weight": "vocab embed", "*q_proj.weight": "heads embed",
+        "*[kv]_proj.weight": "kv_heads embed", "*o_proj.weight": "embed heads", "*gate_proj.weight": "mlp embed",
+        "*up_proj.weight": "mlp embed", "*down_proj.weight": "embed mlp", "*norm.weight": "embed",
+    }  # fmt: skip
+    template, apply = ff.from_module(module, dims, blocks="model.layers.*")
+    ids = torch.randint(0, 32, (4, 8))
+    batch = {"x": ids, "y": ids.roll(-1, 1)}
+    mesh, table = LAYOUTS[layout]
+    step = ff.compile_step(
+        loss_of(lambda params, x: apply(params, input_ids=x, use_cache=False).logits), ff.sgd(lr=1.0),
+        template=template, mesh=mesh, layout=table, batch=batch, batch_dims="batch seq",
+    )  # fmt: skip
+    params = {k: v.detach().clone() for k, v in module.named_parameters()}
+    new, metrics = step.run_whole(ff.State(params, step.init(seed=0).opt, 0, True), batch)
+    total, count = loss_of(lambda _, x: module(input_ids=x, use_cache=False).logits)({}, batch)
+    (total / count).backward()
+    assert metrics["loss"] == pytest.approx((total / count).item(), rel=1e-8)
+    for name, p in module.named_parameters():
+        assert p.grad is not None
+        torch.testing.assert_close(p.detach() - new.params[name], p.grad, rtol=1e-6, atol=1e-7)
