@@ -116,6 +116,15 @@ def load(
         layout.check_axes(mesh)
         layout = layout.fitted(mesh, [(p.dim_names, p.shape) for p in template])
         own = _rank(mesh) if rank is None else rank
+        if type(own) is not int or not 0 <= own < mesh.size:
+            fail(
+                LayoutError,
+                call=f"ff.hf.load(folder, {mesh!r}, layout, rank={rank!r})",
+                got=f"rank {own!r}" + (" of the environment's RANK" if rank is None else ""),
+                number=f"the mesh has the ranks 0 to {mesh.size - 1}",
+                rule="local parts are those of one rank of the mesh",
+                fix=f"rank=0, a mesh of more ranks, or torchrun --nproc-per-node {mesh.size}",
+            )
         paths = tree.paths_of(treedef)
         types = [layout.param_types(p.dim_names, p.shape, p.dtype, q) for p, q in zip(template, paths, strict=True)]
         # What can't be computed with isn't loaded either: a rank beyond the last head would get nothing but padding.
@@ -172,7 +181,19 @@ def save(
     folder = place.for_model(folder, "ff.hf.save")
     template, treedef = tree.flatten(model.template)
     paths = tree.paths_of(treedef)
-    ranks = [params] if mesh is None or layout is None else list(params)
+    ranks = [params]
+    if mesh is not None and layout is not None:
+        ranks = list(params) if isinstance(params, (list, tuple)) else []
+        if len(ranks) != mesh.size:
+            many = f"{len(ranks)} of them" if ranks else f"a {type(params).__name__}"
+            fail(
+                ShapeError,
+                call=f"ff.hf.save(folder, model, params, mesh={mesh!r}, layout=...)",
+                got=f"params is {many}",
+                number=f"the mesh has {mesh.size} ranks",
+                rule="with a mesh and a layout, params is a list of the parts of every rank",
+                fix="ff.hf.save(folder, model, step.whole(state).params), called by one rank after all called whole",
+            )
     types: list[Type | None] = [None] * len(template)
     if mesh is not None and layout is not None:
         layout = layout.fitted(mesh, [(p.dim_names, p.shape) for p in template])

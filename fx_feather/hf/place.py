@@ -1,5 +1,6 @@
 """What a path is that should be a folder with a model, and its JSON files, read with one message for all mistakes."""
 
+import difflib
 import json
 import os
 import re
@@ -47,6 +48,9 @@ def with_model(path: str | Path, call: str) -> Path:
         if re.fullmatch(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?", str(path)):
             rule = "nothing is fetched from a network: a name of the hub is downloaded first"
             fix = f"hf download {path} --local-dir my_model, then {call}('my_model')"
+            beside = [p.name for p in out.parent.iterdir() if p.is_dir()] if out.parent.is_dir() else []
+            near = difflib.get_close_matches(out.name, beside, n=1)
+            fix = f"{call}({str(out.parent / near[0])!r}), which is there; or {fix}" if near else fix
             _refuse(call, path, "there is no such folder; it may be a name of the hub", rule, fix)
         _refuse(call, path, "there is no such folder", "a model is a folder with config.json and weights", "its path")
     return for_model(out, call)

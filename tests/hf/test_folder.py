@@ -15,7 +15,7 @@ from transformers import LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 import fx_feather as ff
 import layouts
 from fx_feather import hf, tree
-from fx_feather.errors import FeatherError
+from fx_feather.errors import FeatherError, LayoutError, ShapeError
 from fx_feather.hf.file import Entry
 from fx_feather.models.deepseek_v3 import DeepSeekV3Config
 from fx_feather.models.gpt2 import GPT2Config
@@ -273,3 +273,23 @@ def test_more_ranks_than_heads_are_refused_as_compile_refuses_them(tmp_path):
     model, params = made()
     hf.save(tmp_path, model, params)
     refused(tmp_path, ["(heads) has size 4, axis 'tp' has size 8"], mesh=ff.Mesh(tp=8), layout=layouts.tp("tp"), rank=4)
+
+
+def test_parts_of_one_rank_and_ranks_that_are_not_there(tmp_path):
+    model = ff.hf.Model(LlamaConfig(vocab=8, layers=1, embed=8, heads=2, kv_heads=2, mlp=8))
+    params, mesh, layout = ff.init(model.template), ff.Mesh(fsdp=2), layouts.fsdp("fsdp")
+    for wrong, word in ((params, "a dict"), ([params], "1 of them"), ([], "a list")):
+        with pytest.raises(ShapeError, match=word) as e:
+            ff.hf.save(tmp_path / "model", model, wrong, mesh=mesh, layout=layout)
+        assert "step.whole(state).params" in str(e.value)
+    ff.hf.save(tmp_path / "model", model, params)
+    for rank in (2, -1, "0"):
+        with pytest.raises(LayoutError, match="the ranks 0 to 1"):
+            ff.hf.load(tmp_path / "model", mesh, layout, rank=rank)
+
+
+def test_a_folder_of_nearly_that_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "my_model").mkdir()
+    with pytest.raises(ShapeError, match=r"ff\.hf\.load\('my_model'\), which is there"):
+        ff.hf.load("mymodel")
