@@ -14,6 +14,7 @@ from . import matmul as _matmul
 from . import norm as _norm
 from . import random as _random
 from . import reduce as _reduce
+from . import running as _running
 from . import view as _view
 from . import write as _write
 from .handwritten import Handwritten as Handwritten
@@ -45,6 +46,7 @@ FAMILIES = (
     _norm,
     _random,
     _reduce,
+    _running,
     _view,
     _write,
 )

@@ -276,7 +276,7 @@ def log_softmax(x: Tensor, dim: int, dtype: Any = None) -> Tensor:
 
 register("softmax.int _softmax.default", Rule(_along(1), softmax, text="... !d -> ... !d"))
 register("log_softmax.int _log_softmax.default", Rule(_along(1), log_softmax, text="... !d -> ... !d"))
-register("cumsum.default cumprod.default logcumsumexp.default", Rule(_along(1), text="... !d -> ... !d"))
+register("logcumsumexp.default", Rule(_along(1), text="... !d -> ... !d"))
 register("cummax.default cummin.default", Rule(_along(1), text="... !d -> ... !d, ... !d"))
 
 
