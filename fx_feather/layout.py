@@ -18,6 +18,7 @@ DIM_NAMES = (
     "batch",
     "seq",
     "residual_seq",
+    "kv_seq",
     "embed",
     "latent",
     "heads",

@@ -1,5 +1,6 @@
 """Named layouts, one a file: a table, and what it splits, replicates and communicates. They compose by `|`."""
 
+from .cp import cp as cp
 from .ddp import ddp as ddp
 from .fsdp import fsdp as fsdp
 from .fsdp import zero3 as zero3

@@ -70,9 +70,9 @@ def document_mask(documents: Tensor, positions: Tensor) -> Tensor:
               [1, 1, 0],
               [0, 0, 1]]]], dtype=torch.int32)
     """
-    same = documents.unsqueeze(2) == documents.unsqueeze(1)
-    before = positions.unsqueeze(1) <= positions.unsqueeze(2)
-    return constrain((same & before).unsqueeze(1), "batch _ seq _")
+    same = documents.unsqueeze(2) == constrain(documents, "batch kv_seq").unsqueeze(1)
+    before = constrain(positions, "batch kv_seq").unsqueeze(1) <= positions.unsqueeze(2)
+    return constrain((same & before).unsqueeze(1), "batch _ seq kv_seq")
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
@@ -126,6 +126,8 @@ def attention(
              [8.]]])
     """
     q, k, v = _projected(params, h, cos, sin, eps)
+    # Where the queries of a sequence are split, its keys and values are gathered.
+    k, v = (constrain(x, "batch kv_heads kv_seq head_dim") for x in (k, v))
     return _joined(params, attend(q, k, v, mask))
 
 
@@ -236,6 +238,7 @@ def biased(params: dict[str, Any], h: Tensor, mask: Tensor | None = None) -> Ten
     torch.Size([1, 3, 8])
     """
     q, k, v = _biased_projected(params, h)
+    k, v = (constrain(x, "batch heads kv_seq head_dim") for x in (k, v))
     return _biased_joined(params, attend(q, k, v, mask))
 
 

@@ -128,8 +128,10 @@ def _expanded(
     params: dict[str, Any], q: Tensor, latent: Tensor, k_turned: Tensor, mask: Tensor | None, score_factor: float
 ) -> Tensor:
     """What each head reads, from keys and values of its own."""
-    k = constrain(torch.einsum("bsr,rhd->bhsd", latent, params["k_up"]), "batch heads seq head_dim")
-    v = constrain(torch.einsum("bsr,rhd->bhsd", latent, params["v_up"]), "batch heads seq head_dim")
+    # Where the queries of a sequence are split, its latents are gathered, which are shorter than keys and values.
+    latent, k_turned = constrain(latent, "batch kv_seq latent"), constrain(k_turned, "batch kv_seq _")
+    k = constrain(torch.einsum("bsr,rhd->bhsd", latent, params["k_up"]), "batch heads kv_seq head_dim")
+    v = constrain(torch.einsum("bsr,rhd->bhsd", latent, params["v_up"]), "batch heads kv_seq head_dim")
     k = torch.cat([k, k_turned.unsqueeze(1).expand(*k.shape[:-1], -1)], dim=-1)
     return attend(q, k, v, mask, scale=score_factor / q.shape[-1] ** 0.5)
 

@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from .local import Local, fill
 from .pointwise import sets
 from .rule import Dim, Factors, OpCall, Operand, Rule, Sharding, register
 
@@ -43,10 +44,20 @@ def _attention(call: OpCall) -> Sharding:
         tuple(operands),
         ((*leading(lead), ("s",), ("e",)),),
         sizes,
-        # A causal mask is by position in the whole sequence.
-        whole=frozenset({"t", "d", "s"} if causal else {"t", "d"}),
+        whole=frozenset({"t", "d"}),
         linear=sets([v]),
+        lower={"s": _causal} if causal else {},
     )
+
+
+def _causal(local: Local, operands: list[Tensor]) -> Tensor:
+    """Some queries of a causal attention: a mask tells their places in the whole sequence."""
+    at, _ = local.positions("s", operands[0].device)
+    mask = at.unsqueeze(-1) >= torch.arange(operands[1].shape[-2], device=at.device)
+    args, kwargs = fill(local.call.args, operands), fill(dict(local.call.kwargs), operands)
+    dropout = args[4] if len(args) > 4 else kwargs.pop("dropout_p", 0.0)
+    kwargs.pop("is_causal", None)
+    return local.call.target(*args[:3], mask, dropout, False, **kwargs)
 
 
 def _repeated(

@@ -55,6 +55,15 @@ SPLITS: dict[str, tuple[ff.Mesh, ff.Layout]] = {
     "hsdp": (ff.Mesh(replica=2, shard=2), layouts.hsdp()),
     "fsdp | tp_sp": (ff.Mesh(dp=2, tp=2), layouts.fsdp("dp") | layouts.tp_sp("tp")),
 }
+# Sequences split inside of attention: keys and values, or latents, are gathered.
+CONTEXT_SPLITS: dict[str, tuple[ff.Mesh, ff.Layout]] = {
+    "cp": (ff.Mesh(cp=2), layouts.cp("cp")),
+    "cp, documents": (ff.Mesh(cp=3), layouts.cp("cp")),
+    "fsdp | cp | tp_sp": (
+        ff.Mesh(dp=2, cp=3, tp=2),
+        layouts.fsdp("dp") | layouts.cp("cp") | layouts.tp_sp("tp") | ff.Layout(unused_ok=True),
+    ),
+}
 # Experts split with partial outputs: among ranks, inside of each, or both.
 EXPERT_SPLITS: dict[str, tuple[ff.Mesh, ff.Layout]] = {
     "experts": (ff.Mesh(dp=2, ep=2), layouts.fsdp("dp") | ff.Layout(compute={"expert": "ep"})),
@@ -95,6 +104,18 @@ def test_every_family_is_one_device(name: str, split: str) -> None:
 @pytest.mark.parametrize("name", ["mixtral", "deepseek v3"])
 def test_ddp_is_one_device(name: str) -> None:
     check(name, *DDP)
+
+
+@pytest.mark.parametrize("split", CONTEXT_SPLITS)
+@pytest.mark.parametrize("name", [name for name in FAMILIES if "limited" not in name])
+def test_split_sequences_are_one_device(name: str, split: str) -> None:
+    check(name, *CONTEXT_SPLITS[split], documents="documents" in split)
+
+
+def test_experts_with_a_capacity_refuse_a_split_sequence() -> None:
+    with pytest.raises(ff.FeatherError, match="split by") as e:
+        check("mixtral, limited", *CONTEXT_SPLITS["cp"])
+    assert "moe.py" in str(e.value)
 
 
 @pytest.mark.parametrize("split", EXPERT_SPLITS)
@@ -151,6 +172,7 @@ SHARDED: dict[str, Any] = {
     "fsdp": layouts.fsdp,
     "tp": layouts.tp,
     "tp_sp": layouts.tp_sp,
+    "cp": layouts.cp,
     "experts": lambda axis: ff.Layout(compute={"expert": axis}),
     "inside experts": lambda axis: ff.Layout(compute={"expert_mlp": axis}),
 }
@@ -181,7 +203,8 @@ def cases(draw: st.DrawFn) -> tuple[Any, Any, ff.Mesh, ff.Layout, int, int]:
         "experts": experts,
         "top_k": draw(st.integers(1, min(3, experts))),
     }
-    routed["capacity_factor"] = draw(st.sampled_from([None, 0.5, 1.0]))
+    # A limit is one of a whole sequence.
+    routed["capacity_factor"] = None if "seq" in layout.compute else draw(st.sampled_from([None, 0.5, 1.0]))
     routed["penalties"] = draw(st.sampled_from([NONE, EVERY]))
     mlp = several("mlp", 3)
     latent = base | routed | {

@@ -79,6 +79,7 @@ BOTH_IN_USE = {
         pytest.param(layouts.hsdp("r", "x"), WHOLE, EMBED, EMBED, EMBED, id="hsdp"),
         pytest.param(layouts.tp("x"), TENSOR, TENSOR, TENSOR, TENSOR, id="tp"),
         pytest.param(layouts.tp_sp("x"), TENSOR, TENSOR, TENSOR, TENSOR, id="tp_sp"),
+        pytest.param(layouts.cp("x"), WHOLE, WHOLE, WHOLE, WHOLE, id="cp"),
         pytest.param(layouts.ddp("d") | layouts.tp("x"), TENSOR, TENSOR, TENSOR, TENSOR, id="ddp|tp"),
         pytest.param(layouts.zero1("s") | layouts.tp("t"), *[BOTH_IN_USE] * 3, BOTH, id="zero1|tp"),
         pytest.param(layouts.zero2("s") | layouts.tp_sp("t"), *[BOTH_IN_USE] * 2, BOTH, BOTH, id="zero2|tp_sp"),
@@ -101,6 +102,8 @@ def test_the_types_of_parameters(layout: Layout, compute: dict, store: dict, gra
         (layouts.hsdp("r", "s"), "bf16[8@(r,s), 16, 64]", "bf16[8@(r,s), 16, 96]", "bf16[8@(r,s), 16, 257]"),
         (layouts.tp("t"), "bf16[8, 16, 64]", "bf16[8, 16, 96@t]", "bf16[8, 16, 257@t]"),
         (layouts.tp_sp("t"), "bf16[8, 16@t, 64]", "bf16[8, 16, 96@t]", "bf16[8, 16, 257@t]"),
+        (layouts.cp("c"), "bf16[8, 16@c, 64]", "bf16[8, 16@c, 96]", "bf16[8, 16@c, 257]"),
+        (layouts.cp("c") | layouts.tp_sp("t"), "bf16[8, 16@(c,t), 64]", "bf16[8, 16@c, 96@t]", "bf16[8, 16@c, 257@t]"),
         (
             layouts.hsdp("r", "s") | layouts.tp_sp("t"),
             "bf16[8@(r,s), 16@t, 64]",
@@ -151,6 +154,7 @@ def test_each_layout_has_a_usual_axis() -> None:
     assert layouts.ddp() == layouts.ddp("dp") and layouts.zero1() == layouts.zero1("dp")
     assert layouts.zero2() == layouts.zero2("dp") and layouts.fsdp() == layouts.fsdp("fsdp")
     assert layouts.hsdp() == layouts.hsdp("replica", "shard") and layouts.zero3() == layouts.fsdp()
+    assert layouts.cp() == layouts.cp("cp")
     assert layouts.tp() == layouts.tp("tp") and layouts.tp_sp() == layouts.tp_sp("tp")
 
 

@@ -56,6 +56,12 @@ def tensor(data: int, n: int) -> float:
     return moved(n) * (2 * one_way * stream(data) + of_loss)
 
 
+def context(n: int) -> float:
+    """Keys and values of each block, gathered forward and scattered backward."""
+    kept = 4 * BATCH * SEQ * CFG.kv_heads * CFG.head_size
+    return moved(n) * 2 * 2 * CFG.layers * kept
+
+
 BOUNDS: dict[str, tuple[ff.Mesh, ff.Layout, Callable[[], float]]] = {
     "ddp 2": (ff.Mesh(dp=2), layouts.ddp("dp"), lambda: 2 * moved(2) * ALL),
     "ddp 4": (ff.Mesh(dp=4), layouts.ddp("dp"), lambda: 2 * moved(4) * ALL),
@@ -68,6 +74,9 @@ BOUNDS: dict[str, tuple[ff.Mesh, ff.Layout, Callable[[], float]]] = {
     # The norms' weights are whole on all ranks, and each has seen a part of the sequence.
     "tp_sp 2": (ff.Mesh(tp=2), layouts.tp_sp("tp"), lambda: tensor(1, 2) + 2 * moved(2) * NORMS),
     "tp_sp 4": (ff.Mesh(tp=4), layouts.tp_sp("tp"), lambda: tensor(1, 4) + 2 * moved(4) * NORMS),
+    # Keys and values of every block are gathered, and their cotangents scattered.
+    "cp 2": (ff.Mesh(cp=2), layouts.cp("cp"), lambda: 2 * moved(2) * ALL + context(2)),
+    "cp 4": (ff.Mesh(cp=4), layouts.cp("cp"), lambda: 2 * moved(4) * ALL + context(4)),
     # All-reduces in the place of a scatter and a gather move the same, and the norms see all of the sequence.
     "tp 4": (ff.Mesh(tp=4), layouts.tp("tp"), lambda: tensor(1, 4)),
 }

@@ -57,6 +57,7 @@ COMPOSITIONS = {
     "fsdp": Composition(ff.Mesh(dp=4), layouts.fsdp("dp"), config(embed=6)),
     "hsdp": Composition(ff.Mesh(replica=2, shard=2), layouts.hsdp("replica", "shard"), config(tied=True)),
     "fsdp_tp_sp": Composition(ff.Mesh(dp=2, tp=2), layouts.fsdp("dp") | layouts.tp_sp("tp"), config()),
+    "fsdp_cp": Composition(ff.Mesh(dp=2, cp=2), layouts.fsdp("dp") | layouts.cp("cp"), config()),
     "zero2_uneven": Composition(
         ff.Mesh(dp=2, tp=2), layouts.zero2("dp") | layouts.tp("tp"), config(vocab=13, embed=7, tied=True)
     ),
