@@ -238,6 +238,7 @@ def test_layers_are_traced_once_in_few_operators():
         "batch",
         "seq",
         "residual_seq",
+        "kv_seq",
         "embed",
         "heads",
         "kv_heads",
