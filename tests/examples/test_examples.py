@@ -50,7 +50,7 @@ def steps(out: Path) -> list[dict]:
 
 
 def test_examples_are_numbered_in_order():
-    assert [name[:2] for name in NUMBERED] == ["01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11"]
+    assert [name[:2] for name in NUMBERED] == ["01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
