@@ -136,7 +136,10 @@ def test_what_is_between_collectives_is_compiled_in_pieces() -> None:
         pytest.param(
             torch.float32,
             {"matmul": "onednn"},
-            marks=pytest.mark.skipif(not ff.has_onednn(), reason="this PyTorch has no linear operator of oneDNN"),
+            marks=[
+                pytest.mark.deep,
+                pytest.mark.skipif(not ff.has_onednn(), reason="this PyTorch has no linear operator of oneDNN"),
+            ],
         ),
     ],
 )

@@ -53,8 +53,15 @@ def test_examples_are_numbered_in_order():
     assert [name[:2] for name in NUMBERED] == ["01", "02", "03", "04", "05", "06", "07", "08", "09", "10", "11", "12"]
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("name", NUMBERED)
+@pytest.mark.parametrize(
+    ("name", "ranks"),
+    [
+        # Two processes take longer, and do what other tests do with real ranks: some of them serve.
+        pytest.param(name, ranks, marks=[pytest.mark.deep] if ranks == 2 and name[:2] < "08" else [])
+        for name in NUMBERED
+        for ranks in (1, 2)
+    ],
+)
 def test_numbered(name, ranks):
     done = run(name, ranks=ranks)
     assert done.returncode == 0, done.stdout + done.stderr
